@@ -64,7 +64,7 @@ Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, i
     m_ends[last_reader[l]].push_back(static_cast<int>(l));
   }
   if (!model.weights().are_here()) return;
-  if (config.experts && config.experts->beside_dense) add_once(&m_experts);
+  if (config.experts && config.experts->have_dense_part()) add_once(&m_experts);
   if (config.layer_inputs)
     add_once((m_inputs = std::make_unique<engine::LayerInputsBlock>()).get());
   if (config.alt_up) add_once((m_alt_up = std::make_unique<engine::AltUpBlock>()).get());
@@ -92,7 +92,8 @@ auto Decoder::blocks_of(const LayerConfig& layer) -> LayerBlocks {
       blocks.tokens = nullptr;
       break;
   }
-  if (layer.has_experts && !m_model.config().experts->beside_dense) blocks.channels = &m_experts;
+  if (layer.has_experts && !m_model.config().experts->have_dense_part())
+    blocks.channels = &m_experts;
   if (!layer.has_feed_forward) blocks.channels = nullptr;
   return blocks;
 }
@@ -188,6 +189,10 @@ void Decoder::reserve() {
     base::reserve_scratch(m_parallel, m_step.most_rows() * m_model.config().hidden_size,
                           "kvzap::decoder::parallel");
   }
+  if (experts && experts->joins_next) {
+    base::reserve_scratch(m_of_experts, m_step.tokens() * m_model.config().hidden_size,
+                          "kvzap::decoder::of_experts");
+  }
   m_embedding.reserve(m_step);
   m_output.reserve(m_step);
   m_pruned_spans.clear();
@@ -268,7 +273,7 @@ void Decoder::release() {
   m_policies.release();
   if (m_shared) m_shared->release();
   for (engine::LayerBlock* const block : m_blocks) block->release();
-  m_parallel = {};
+  m_parallel = m_of_experts = {};
   m_embedding.release();
   m_output.release();
 }

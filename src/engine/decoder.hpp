@@ -138,8 +138,9 @@ class Decoder {
   void show_layer(int layer);
   void show_input(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void score(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
-  void mix_channels(int layer, const linalg::Matrix& h, const linalg::Matrix& of_tokens,
+  void mix_channels(int layer, const engine::RowRange& rows, const linalg::Matrix& of_tokens,
                     linalg::Matrix& y);
+  linalg::Matrix join_experts(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void add_experts(int layer, const linalg::Matrix& h, const linalg::Matrix& y);
   void complete(const linalg::Matrix& y, const Model::Weights::Norm& norm);
   void finish(const linalg::Matrix& y, const Model::Weights::Norm& norm);
@@ -176,6 +177,7 @@ class Decoder {
   std::vector<std::vector<int>> m_ends;
   std::vector<engine::LayerBlock*> m_blocks;  // of all layers, each once
   linalg::Vector m_parallel;                  // output of a mixer beside another one
+  linalg::Vector m_of_experts;                // (token, hidden_size): joins the next layer's
 
   // Spans whose rows the cache appends: in layers that are pruned, and in others. A policy that
   // chooses stores its rows itself.

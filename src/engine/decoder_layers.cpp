@@ -42,7 +42,7 @@ void Decoder::pass_layer(int layer, const RowRange& rows) {
     of_tokens = Matrix();
   }
   Matrix y = blocks.channels != nullptr ? own : of_tokens;
-  if (blocks.channels != nullptr) mix_channels(layer, h, of_tokens, y);
+  if (blocks.channels != nullptr) mix_channels(layer, read, of_tokens, y);
   leave_layer(layer, read, y);
 }
 
@@ -128,8 +128,9 @@ void Decoder::enter_layer(int layer, const RowRange& rows, const Matrix& x) {
 // Sets y to the complete output of the channel mixer. Before, y is its memory, and the norm that
 // the token mixer has read if the two are parallel. They share it unless the channel mixer has a
 // norm of h of its own; if they are not parallel, the mixer reads the norm of h + of_tokens.
-void Decoder::mix_channels(int layer, const Matrix& h, const Matrix& of_tokens, Matrix& y) {
+void Decoder::mix_channels(int layer, const RowRange& rows, const Matrix& of_tokens, Matrix& y) {
   const ModelConfig& config = m_model.config();
+  const Matrix h = Kokkos::subview(m_step.h, range(rows.begin, rows.end), Kokkos::ALL);
   const auto& weights = m_step.weights(layer);
   const auto& norm = weights.feed_forward_in;
   m_step.rounded = linalg::RoundedRows();
@@ -140,7 +141,9 @@ void Decoder::mix_channels(int layer, const Matrix& h, const Matrix& of_tokens, 
     engine::add_and_norm(m_step.exec, h, config.is_parallel ? Matrix() : of_tokens,
                          norm_of(config, norm), y, m_step.rounded);
   });
+  const Matrix of_experts = join_experts(layer, rows, y);
   y = m_layers[layer].channels->run(m_step, layer, y);
+  if (of_experts.extent(0) > 0) m_step.locally([&] { engine::add(m_step.exec, y, of_experts); });
   if (config.is_parallel) {
     m_step.locally([&] { engine::add(m_step.exec, y, of_tokens); });
   }
@@ -148,6 +151,20 @@ void Decoder::mix_channels(int layer, const Matrix& h, const Matrix& of_tokens, 
   complete(y, weights.dense_out);
   add_experts(layer, h, y);
   finish(y, weights.feed_forward_out);
+}
+
+// Runs experts on x, the input of a dense part, if their output joins the next layer's
+// (ExpertsConfig::joins_next). Returns what an earlier layer's experts have left for this one.
+Matrix Decoder::join_experts(int layer, const RowRange& rows, const Matrix& x) {
+  const ModelConfig& config = m_model.config();
+  if (!config.experts || !config.experts->joins_next) return {};
+  const Matrix own(m_of_experts.data() + rows.begin * config.hidden_size, rows.count(),
+                   config.hidden_size);
+  if (!config.layer(layer).has_experts) return own;
+  const Matrix y = m_experts.run(m_step, layer, x);
+  m_step.locally([&] { Kokkos::deep_copy(m_step.exec, own, y); });
+  m_step.rounded = linalg::RoundedRows();  // the experts' products have overwritten them
+  return {};
 }
 
 // Adds the output of experts beside a dense part. They and their router read h, each with a norm of

@@ -149,16 +149,16 @@ struct ChooseExperts {
 }  // namespace
 
 void ExpertRoutes::reserve(const ExpertsConfig& config, std::int64_t tokens) {
-  m_experts = config.count;
+  m_experts = config.routes();
   const std::int64_t choices = tokens * config.per_token;
-  base::reserve_scratch(m_logits, tokens * config.count, "kvzap::experts::logits");
-  base::reserve_scratch(m_ranking, tokens * config.count, "kvzap::experts::ranking");
+  base::reserve_scratch(m_logits, tokens * m_experts, "kvzap::experts::logits");
+  base::reserve_scratch(m_ranking, tokens * m_experts, "kvzap::experts::ranking");
   base::reserve_scratch(m_group_scores, tokens * config.groups, "kvzap::experts::group_scores");
   base::reserve_scratch(m_chosen, choices, "kvzap::experts::chosen");
   base::reserve_scratch(m_chosen_weights, choices, "kvzap::experts::chosen_weights");
   base::reserve_scratch(m_rows, choices, "kvzap::experts::rows");
   base::reserve_scratch(m_weights, choices, "kvzap::experts::weights");
-  m_begin.reserve(static_cast<std::size_t>(config.count) + 1);
+  m_begin.reserve(static_cast<std::size_t>(m_experts) + 1);
 }
 
 linalg::Matrix ExpertRoutes::logits(std::int64_t tokens) const {
@@ -171,7 +171,7 @@ void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& confi
   const std::int64_t choices = tokens * per_token;
   const ChooseExperts choose_one = {
       logits(tokens),
-      linalg::Matrix(m_ranking.data(), tokens, config.count),
+      linalg::Matrix(m_ranking.data(), tokens, m_experts),
       linalg::Matrix(m_group_scores.data(), tokens, config.groups),
       learned.correction,
       learned.bias,
@@ -185,7 +185,7 @@ void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& confi
       config.ranks_groups_by_best,
       static_cast<float>(config.scale),
       static_cast<float>(config.mixer_margin)};
-  for_each_row("kvzap::experts::choose", exec, tokens, config.count * per_token, choose_one);
+  for_each_row("kvzap::experts::choose", exec, tokens, m_experts * per_token, choose_one);
   base::fence(exec, "kvzap::experts: the host sorts tokens by expert");
 
   const auto all = std::make_pair(std::int64_t{0}, choices);
@@ -195,9 +195,9 @@ void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& confi
       Kokkos::HostSpace{}, Kokkos::subview(m_chosen_weights, all));
   const auto rows = Kokkos::create_mirror_view(Kokkos::subview(m_rows, all));
   const auto weights = Kokkos::create_mirror_view(Kokkos::subview(m_weights, all));
-  m_begin.assign(static_cast<std::size_t>(config.count) + 1, 0);
+  m_begin.assign(static_cast<std::size_t>(m_experts) + 1, 0);
   for (std::int64_t i = 0; i < choices; ++i) ++m_begin[chosen(i) + 1];
-  for (std::int64_t e = 0; e < config.count; ++e) m_begin[e + 1] += m_begin[e];
+  for (std::int64_t e = 0; e < m_experts; ++e) m_begin[e + 1] += m_begin[e];
   for (std::int64_t i = 0; i < choices; ++i) {
     const std::int64_t place = m_begin[chosen(i)]++;
     rows(place) = i / per_token;

@@ -60,14 +60,28 @@ Matrix ExpertsBlock::run_routed(Step& step, int layer, const Matrix& x) {
     FeedForwardBlock::run(step, weights.experts[e], input, linalg::RoundedRows(), output);
     add_weighted_rows(exec, output, tokens, y);
   }
+  if (step.comm.rank() == 0) add_identities(step, x, y);
   if (step.config.experts->averages_shared) scale(exec, y, 0.5f);
   return y;
+}
+
+// Adds the inputs of the tokens of ExpertsConfig::identities. One rank does so for all.
+void ExpertsBlock::add_identities(Step& step, const Matrix& x, const Matrix& y) {
+  const ExpertsConfig& config = *step.config.experts;
+  for (std::int64_t e = config.count; e < config.routes(); ++e) {
+    const auto tokens = m_routes.tokens_of(e);
+    const auto count = static_cast<std::int64_t>(tokens.rows.extent(0));
+    if (count == 0) continue;
+    const Matrix input(m_inputs.data(), count, x.extent(1));
+    gather_rows(step.exec, x, tokens.rows, input);
+    add_weighted_rows(step.exec, input, tokens, y);
+  }
 }
 
 // Sets y to the output of the shared expert, or to 0 without one.
 void ExpertsBlock::run_shared(Step& step, int layer, const Matrix& x, const Matrix& y) {
   const auto& weights = step.weights(layer);
-  if (weights.dense.gate_up.outputs() == 0 || step.config.experts->beside_dense) {
+  if (weights.dense.gate_up.outputs() == 0 || step.config.experts->have_dense_part()) {
     return clear(step.exec, y);
   }
   const bool is_gated = weights.shared_gate.outputs() > 0;

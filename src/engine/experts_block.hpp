@@ -21,6 +21,7 @@ class ExpertsBlock final : public ChannelMixer {
 
  private:
   void sum_experts(Step& step, int layer, const linalg::Matrix& x, const linalg::Matrix& y);
+  void add_identities(Step& step, const linalg::Matrix& x, const linalg::Matrix& y);
   void run_shared(Step& step, int layer, const linalg::Matrix& x, const linalg::Matrix& y);
 
   ExpertRoutes m_routes;

@@ -53,7 +53,11 @@ class ConfigFields {
 
   /// A whole number in [1, bound].
   std::optional<std::int64_t> find_size(const std::string& field, std::int64_t bound) {
-    return find(field, [&](const files::JsonField& value) { return value.integer(1, bound); });
+    return find_count(field, 1, bound);
+  }
+  std::optional<std::int64_t> find_count(const std::string& field, std::int64_t least,
+                                         std::int64_t bound) {
+    return find(field, [&](const files::JsonField& value) { return value.integer(least, bound); });
   }
   std::int64_t size(const std::string& field, std::int64_t bound) {
     const auto value = find_size(field, bound);

@@ -187,9 +187,10 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
     bytes.kv_kept = stored(kept);
     bytes.dense_layer =
         product({step, sum({dense_row, kept_for_later(config, shape, value_bytes)})});
-    // Residual streams, the embedding that layers read, angles.
-    const std::int64_t streams = sum(
-        {1, config.layer_inputs ? 1 : 0, config.alt_up ? config.alt_up->streams : std::int64_t{0}});
+    // Residual streams, the embedding that layers read, experts' output for the next layer, angles.
+    const std::int64_t streams =
+        sum({1, config.layer_inputs ? 1 : 0, config.experts && config.experts->joins_next ? 1 : 0,
+             config.alt_up ? config.alt_up->streams : std::int64_t{0}});
     bytes.activations =
         product({step, sum({product({streams, config.hidden_size}), config.head_dim}),
                  static_cast<std::int64_t>(size_of(DType::f32))});

@@ -3,6 +3,7 @@
 #include <kvzap/model/model.hpp>
 
 #include "model/encoding_store.hpp"
+#include "model/families/family.hpp"
 #include "model/random_store.hpp"
 #include "model/read_weights.hpp"
 
@@ -32,6 +33,9 @@ std::unique_ptr<model::WeightStore> open_store(const std::filesystem::path& fold
     store = std::make_unique<model::RandomStore>(*random_seed);
   } else {
     store = model::open_weights(folder);
+  }
+  if (const auto stored_name = model::family_of(config).stored_name) {
+    store = std::make_unique<model::RenamedStore>(std::move(store), stored_name);
   }
   if (storage != WeightStorage::q8 && storage != WeightStorage::q4) return store;
   const auto* mixture = gguf::find_type_mixture(storage == WeightStorage::q8 ? "Q8_0" : "Q4_K_M");

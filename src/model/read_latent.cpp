@@ -59,7 +59,8 @@ Model::Weights::Latent read_latent(const WeightSource& source, const ModelConfig
   if (config.qkv_bias) {
     weights.row_in_bias = source.vector({part("kv_a_proj_with_mqa.bias", row_extent, row_rows)});
   }
-  weights.row_norm = source.vector({part("kv_a_layernorm.weight", rank, {{0, rank}})});
+  weights.row_norm = source.vector({part("kv_a_layernorm.weight", rank, {{0, rank}})}, 0,
+                                   static_cast<float>(latent.row_multiplier));
   // The place of a latent's dimension in a row: behind RoPE's pairs, in two parts half a head
   // apart.
   const std::int64_t turning = latent.rope_dim / 2, first = dim / 2 - turning;

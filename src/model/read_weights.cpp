@@ -92,7 +92,7 @@ class LayerReader {
     read_token_mixer(index, layer);
     if (!own.has_feed_forward) return layer;
     if (own.has_experts) read_experts(*m_config.experts, layer);
-    if (!own.has_experts || m_config.experts->beside_dense) {
+    if (!own.has_experts || m_config.experts->have_dense_part()) {
       const std::int64_t width =
           own.intermediate_size == 0 ? m_config.intermediate_size : own.intermediate_size;
       layer.dense = feed_forward(m_names.feed_forward, width, m_config.mlp_bias, m_names.gate_up);
@@ -422,14 +422,14 @@ class LayerReader {
   }
 
   void read_experts(const ExpertsConfig& experts, Layer& layer) const {
-    const Ranges all = {{0, experts.count}};
-    layer.router = m_source.linear({{named(m_names.router), experts.count, all}},
+    const Ranges all = {{0, experts.routes()}};
+    layer.router = m_source.linear({{named(m_names.router), experts.routes(), all}},
                                    m_config.hidden_size, m_hidden);
     if (experts.has_router_bias) {
-      layer.router_bias = m_source.vector({{named(m_names.router, "bias"), experts.count, all}});
+      layer.router_bias = m_source.vector({{named(m_names.router, "bias"), experts.routes(), all}});
     }
     if (experts.has_correction) {
-      TensorRows rows{m_prefix + std::string(m_names.correction), experts.count, all};
+      TensorRows rows{m_prefix + std::string(m_names.correction), experts.routes(), all};
       if (m_names.correction_is_matrix) rows.slice = TensorSlice{};
       layer.correction = m_source.vector({rows});
     }
@@ -535,7 +535,11 @@ std::vector<NamedTensor> tensors_of(const ModelConfig& config) {
   const auto whole = HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                          static_cast<int>(config.num_key_value_heads), 1);
   read_weights(source, config, whole, 0, {});
-  return store.take();
+  std::vector<NamedTensor> tensors = store.take();
+  if (const auto stored_name = family_of(config).stored_name) {
+    for (NamedTensor& tensor : tensors) tensor.name = stored_name(tensor.name);
+  }
+  return tensors;
 }
 
 }  // namespace kvzap::model

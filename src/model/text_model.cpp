@@ -47,29 +47,6 @@ bool generates(std::string_view class_name) {
   return false;
 }
 
-/// The text model's tensors in the checkpoint of a model of texts and images.
-class TextStore final : public WeightStore {
- public:
-  /// Names begin with `from` here and with `to` in `store`; others are the same.
-  TextStore(std::unique_ptr<WeightStore> store, std::string_view from, std::string_view to)
-      : m_store(std::move(store)), m_from(from), m_to(to) {}
-
-  std::unique_ptr<StoredTensor> at(std::string_view name,
-                                   const std::vector<std::int64_t>& shape) const override {
-    return m_store->at(stored_name(name), shape);
-  }
-  bool has(std::string_view name) const override { return m_store->has(stored_name(name)); }
-
- private:
-  std::string stored_name(std::string_view name) const {
-    const bool is_renamed = name.substr(0, m_from.size()) == m_from;
-    return is_renamed ? fmt::format("{}{}", m_to, name.substr(m_from.size())) : std::string(name);
-  }
-
-  std::unique_ptr<WeightStore> m_store;
-  std::string_view m_from, m_to;
-};
-
 }  // namespace
 
 std::string class_in(const json& config) {
@@ -153,7 +130,11 @@ std::unique_ptr<WeightStore> text_of(std::unique_ptr<WeightStore> store) {
         {base, ""}};
     for (const auto& [from, to] : prefixes) {
       if (!has(to, embedding.substr(from.size()))) continue;
-      return std::make_unique<TextStore>(std::move(store), from, to);
+      return std::make_unique<RenamedStore>(std::move(store), [from = from,
+                                                               to = to](std::string_view own) {
+        return own.substr(0, from.size()) == from ? fmt::format("{}{}", to, own.substr(from.size()))
+                                                  : std::string(own);
+      });
     }
   }
   return store;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <kvzap/model/safetensors.hpp>
 #include <memory>
 #include <optional>
@@ -103,6 +104,25 @@ class SafetensorsStore final : public WeightStore {
 
  private:
   SafetensorsFolder m_files;
+};
+
+/// The tensors of another store under other names.
+class RenamedStore final : public WeightStore {
+ public:
+  /// `stored_name` returns the name in `store`.
+  RenamedStore(std::unique_ptr<WeightStore> store,
+               std::function<std::string(std::string_view)> stored_name)
+      : m_store(std::move(store)), m_stored_name(std::move(stored_name)) {}
+
+  std::unique_ptr<StoredTensor> at(std::string_view name,
+                                   const std::vector<std::int64_t>& shape) const override {
+    return m_store->at(m_stored_name(name), shape);
+  }
+  bool has(std::string_view name) const override { return m_store->has(m_stored_name(name)); }
+
+ private:
+  std::unique_ptr<WeightStore> m_store;
+  std::function<std::string(std::string_view)> m_stored_name;
 };
 
 /// Opens the weights of `model`, a folder, a .safetensors file or a .gguf file. Throws Error as

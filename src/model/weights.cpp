@@ -367,7 +367,7 @@ linalg::LinearWeights WeightSource::arranged(const TensorRows& part, std::int64_
 }
 
 Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts,
-                                                       float summand) const {
+                                                       float summand, float factor) const {
   if (plans(total(parts), 1, sizeof(float))) {
     for (const TensorRows& part : parts) open(part, 0);  // or its error
     return {};
@@ -388,8 +388,8 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
       target += end - begin;
     }
   }
-  if (summand != 0) {
-    for (float* value = host.data(); value < target; ++value) *value += summand;
+  if (summand != 0 || factor != 1) {
+    for (float* value = host.data(); value < target; ++value) *value = factor * (*value + summand);
   }
   Kokkos::deep_copy(view, host);
   return view;

@@ -78,9 +78,9 @@ class WeightSource {
                                  std::int64_t inputs, const Arrange& arrange) const;
 
   /// Returns the elements of all tensors in `parts`, each of shape (extent), as float, plus
-  /// `summand`.
-  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts,
-                                           float summand = 0) const;
+  /// `summand`, times `factor`.
+  Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts, float summand = 0,
+                                           float factor = 1) const;
 
   /// Returns `count` ones.
   Kokkos::View<float*, MemorySpace> ones(std::int64_t count) const;

@@ -29,6 +29,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import types
 from unittest import mock
 
 import make_policy_goldens
@@ -885,6 +886,23 @@ FAMILIES = {
         rope_interleave=False,
         tie_word_embeddings=True,
     ),
+    # Each of its two layers has two parts with attention. Some experts return their input.
+    "longcat_flash": family(
+        "longcat_flash",
+        "intermediate_size",
+        "num_hidden_layers",
+        num_key_value_heads=8,
+        num_layers=2,
+        head_dim=8,
+        **LATENT,
+        q_lora_rank=20,
+        ffn_hidden_size=56,
+        expert_ffn_hidden_size=24,
+        n_routed_experts=5,
+        zero_expert_num=3,
+        moe_topk=3,
+        routed_scaling_factor=1.5,
+    ),
     "minicpm3": family(
         "minicpm3",
         "head_dim",
@@ -1458,7 +1476,7 @@ def spread(name, shape, config):
         scale = config.hidden_size**0.5 if is_scaled else 1.0
         return deviation / getattr(config, "embedding_multiplier", scale), 0.0
     gain = 1.3
-    if name.endswith(("gate.weight", "router.weight")):
+    if name.endswith(("gate.weight", "router.weight", "classifier.weight")):
         gain = 2.0
     elif any(part in name for part in ("lm_head", "q_proj", "k_proj", "query_key_value", "c_attn")):
         gain = 1.0 if config.model_type == "gpt_neo" else 2.0  # its attention has no scale
@@ -1535,9 +1553,25 @@ def load(folder):
         for block in model.model.layers:
             if block.block_type == "full_attention":
                 block.self_attn = block.mixer
+    if model.config.model_type == "longcat_flash":
+        model.model.layers = LayersOfParts(model.model.layers)
     if hasattr(model.model, "pos_emb"):
         model.model.rotary_emb = model.model.pos_emb
     return model
+
+
+class LayersOfParts(torch.nn.ModuleList):
+    """Layers with two attention parts each: one after the other for all who walk through the list, as kvpress does.
+
+    The model takes a slice of the list, which has the layers.
+    """
+
+    def __iter__(self):
+        for layer in super().__iter__():
+            yield from (types.SimpleNamespace(self_attn=attention) for attention in layer.self_attn)
+
+    def __getitem__(self, index):
+        return (list(self._modules.values()) if isinstance(index, slice) else list(self))[index]
 
 
 def with_default_layer_type(rotary):

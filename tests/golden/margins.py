@@ -6,6 +6,7 @@ from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeT
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
@@ -76,6 +77,8 @@ def watch_routers(model, margins):
             scores = output[1]
         elif isinstance(module, Kolibri1TopKRouter):
             scores = scores + module.e_score_correction_bias
+        elif isinstance(module, LongcatFlashTopkRouter):
+            scores = scores.softmax(dim=-1) + module.e_score_correction_bias
         elif isinstance(module, PhimoeTopKRouter):
             mixer_margins(scores, 2 * module.router_jitter_noise)
         margins.cut("experts", scores, module.top_k if hasattr(module, "top_k") else module.config.top_k_experts)

@@ -131,6 +131,11 @@ struct ExpertsConfig {
   /// of its own input and output, and so does the router. A learned factor of each expert
   /// multiplies its weight (Gemma 4).
   bool beside_dense = false;
+  /// Layers with experts have a dense part as well. Both read the same input, and the experts'
+  /// output is added to that of the next layer (Cai et al., arXiv 2404.05019; LongCat-Flash).
+  bool joins_next = false;
+  /// The router chooses among `count` experts and this many more, whose output is their input.
+  std::int64_t identities = 0;
   /// Logits, not scores, are ranked; a correction is added to them.
   bool ranks_logits = false;
   /// SparseMixer (Liu et al., arXiv 2409.12136) instead of scores, if above 0. Each next expert is
@@ -139,6 +144,9 @@ struct ExpertsConfig {
   double mixer_margin = 0;
   /// The output is half the sum of the routed experts' and the shared expert's.
   bool averages_shared = false;
+
+  bool have_dense_part() const { return beside_dense || joins_next; }
+  std::int64_t routes() const { return count + identities; }
 };
 
 /// Inputs of each layer from a second embedding of the token (Gemma 3n). With the embedding x of
@@ -211,6 +219,8 @@ struct LatentConfig {
   std::int64_t value_dim = 0;
   /// The eps of the norms of both latents.
   double norm_eps = 1e-6;
+  /// A factor of the normed latents of rows.
+  double row_multiplier = 1;
 
   std::int64_t query_dim() const { return nope_dim + rope_dim; }
 };

@@ -84,7 +84,7 @@ std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent, const 
 
 ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
                            std::int64_t default_per_token, const ModelConfig& config,
-                           const char* per_token_field) {
+                           const char* per_token_field, std::int64_t identities) {
   ExpertsConfig experts;
   experts.count = fields.size(count_field, max_experts);
   if (experts.count > max_experts_of_all_layers / config.num_hidden_layers) {
@@ -92,12 +92,13 @@ ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
                 fmt::format("at most {} experts in all layers", max_experts_of_all_layers),
                 fmt::format("{} in each of {}", experts.count, config.num_hidden_layers));
   }
+  experts.identities = identities;
   experts.per_token =
       default_per_token == 0
           ? fields.size(per_token_field, max_experts)
           : fields.find_size(per_token_field, max_experts).value_or(default_per_token);
-  if (experts.per_token > experts.count) {
-    fields.fail(per_token_field, fmt::format("at most {} ({})", count_field, experts.count),
+  if (experts.per_token > experts.routes()) {
+    fields.fail(per_token_field, fmt::format("at most {} ({})", count_field, experts.routes()),
                 fmt::format("{}", experts.per_token));
   }
   experts.intermediate_size = config.intermediate_size;

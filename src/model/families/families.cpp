@@ -81,6 +81,7 @@ const std::vector<const Family*>& families() {
                                                  &axk1,
                                                  &youtu,
                                                  &minicpm3,
+                                                 &longcat_flash,
                                                  &mistral4,
                                                  &lfm2,
                                                  &lfm2_moe,
@@ -125,7 +126,6 @@ const Family& family_of(const ModelConfig& config) { return family_of(config.arc
 
 std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {
-      {"LongcatFlashForCausalLM", "layers with two attention parts each"},
       {"JambaForCausalLM", "layers with state spaces (Mamba)"},
       {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"}};
   for (const auto& [name, parts] : known) {

@@ -139,6 +139,8 @@ struct Family {
   /// an entry for each layer.
   void (*read)(ConfigFields& fields, ModelConfig& config) = nullptr;
   TensorNames tensors = {};
+  /// Returns what files call the tensor that `tensors` names; null: the same.
+  std::string (*stored_name)(std::string_view name) = nullptr;
 };
 
 /// Returns all families, those with most tests first.
@@ -183,11 +185,12 @@ void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config);
 std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent,
                                const char* field = "sliding_window");
 
-/// Reads the numbers of experts and of those of a token (default 0: the file must have it). Throws
-/// Error for sizes out of bounds.
+/// Reads the numbers of experts and of those of a token (default 0: the file must have it), of
+/// which `identities` more can be (ExpertsConfig). Throws Error for sizes out of bounds.
 ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
                            std::int64_t default_per_token, const ModelConfig& config,
-                           const char* per_token_field = "num_experts_per_tok");
+                           const char* per_token_field = "num_experts_per_tok",
+                           std::int64_t identities = 0);
 
 /// The same for a family all of whose layers have experts of the width intermediate_size.
 void read_experts_everywhere(ConfigFields& fields, std::int64_t default_per_token,

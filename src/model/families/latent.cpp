@@ -1,5 +1,5 @@
 // Families with multi-head latent attention (LatentConfig): DeepSeek-V2 to V3.2, GLM-4.7-Flash,
-// GLM-5, A.X-K1, Youtu-LLM, MiniCPM3 and Mistral 4.
+// GLM-5, A.X-K1, Youtu-LLM, MiniCPM3, Mistral 4 and LongCat-Flash.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -148,6 +148,66 @@ void read_indexer(ConfigFields& fields, ModelConfig& config) {
                             "index_topk_freq", "index_skip_topk_offset"}) {
     fields.get(field);
   }
+}
+
+/// The names of LongCat-Flash's fields, and the number of layers: a layer of the file has two
+/// parts, each of attention and a dense part.
+void rename_longcat(json& content) {
+  rename_latent(content, v2_defaults);
+  rename_field(content, "ffn_hidden_size", "intermediate_size");
+  rename_field(content, "expert_ffn_hidden_size", "moe_intermediate_size");
+  rename_field(content, "moe_topk", "num_experts_per_tok");
+  constexpr const char* parts = "num_hidden_layers";
+  if (!content.contains(parts)) content[parts] = 56;
+  const auto pairs = content.find("num_layers");
+  if (pairs == content.end()) return;
+  const bool fits = pairs->is_number_unsigned() && pairs->get<std::uint64_t>() < max_size / 2;
+  // Where it does not, ModelConfig's bound of num_hidden_layers refuses it.
+  content[parts] = fits ? json(2 * pairs->get<std::int64_t>()) : *pairs;
+}
+
+/// The input of the first part's feed-forward part goes to experts, too, which end with the second
+/// part. Some of them return their input.
+void read_longcat(ConfigFields& fields, ModelConfig& config) {
+  read_latent(fields, v2_defaults, config);
+  LatentConfig& latent = *config.latent;
+  const auto hidden = static_cast<double>(config.hidden_size);
+  if (latent.query_rank == 0) fields.fail("q_lora_rank", "a whole number above 0", "none");
+  *config.attention_multiplier *= std::sqrt(hidden / static_cast<double>(latent.query_rank));
+  latent.row_multiplier = std::sqrt(hidden / static_cast<double>(latent.rank));
+  for (const char* field : {"num_layers", "moe_topk", "ffn_hidden_size", "expert_ffn_hidden_size",
+                            "attention_method", "mla_scale_q_lora", "mla_scale_kv_lora"}) {
+    fields.get(field);
+  }
+  if (config.num_hidden_layers % 2 != 0) {
+    fields.fail("num_hidden_layers", "an even number", fmt::format("{}", config.num_hidden_layers));
+  }
+  fields.require("zero_expert_type", "identity");
+  constexpr const char* zero_field = "zero_expert_num";
+  const std::int64_t zeros =
+      fields.find_count(zero_field, 0, most_dims).value_or(fields.has_key(zero_field) ? 0 : 256);
+  ExpertsConfig experts =
+      read_experts(fields, "n_routed_experts", 12, config, "num_experts_per_tok", zeros);
+  experts.intermediate_size = fields.find_size("moe_intermediate_size", max_size).value_or(2048);
+  experts.has_correction = experts.joins_next = true;
+  experts.has_router_bias = fields.flag("router_bias", false);
+  experts.scale = read_multiplier(fields, "routed_scaling_factor", 6);
+  config.experts = experts;
+  for (std::size_t l = 0; l < config.layers.size(); l += 2) config.layers[l].has_experts = true;
+}
+
+/// "model.layers.5.self_attn.o_proj" is the file's "model.layers.2.self_attn.1.o_proj".
+std::string longcat_name(std::string_view name) {
+  constexpr std::string_view layers = "model.layers.";
+  if (name.substr(0, layers.size()) != layers) return std::string(name);
+  const std::string_view of_layer = name.substr(layers.size());
+  const std::size_t dot = of_layer.find('.');
+  const std::int64_t part = std::stoll(std::string(of_layer.substr(0, dot)));
+  const std::string_view inner = of_layer.substr(dot + 1);
+  const std::size_t end = inner.find('.');
+  const std::string_view block = inner.substr(0, end);
+  const std::string number = block == "mlp" ? "" : fmt::format(".{}", part % 2);
+  return fmt::format("{}{}.{}{}{}", layers, part / 2, block, number, inner.substr(end));
 }
 
 }  // namespace
@@ -308,6 +368,21 @@ const Family minicpm3 = [] {
     config.logits_divisor = base ? hidden / static_cast<double>(*base)
                                  : (fields.has_key("dim_model_base") ? 1 : hidden / 256);
   };
+  return family;
+}();
+
+const Family longcat_flash = [] {
+  Family family = deepseek_family();
+  family.class_name = "LongcatFlashForCausalLM";
+  family.model_type = "longcat_flash";
+  family.default_norm_eps = 1e-5;
+  family.rope.default_theta = 1e7;
+  family.rename = rename_longcat;
+  family.read = read_longcat;
+  family.tensors.feed_forward = "mlps";
+  family.tensors.router = "mlp.router.classifier";
+  family.tensors.correction = "mlp.router.e_score_correction_bias";
+  family.stored_name = longcat_name;
   return family;
 }();
 

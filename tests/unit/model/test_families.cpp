@@ -709,9 +709,6 @@ TEST(Families, FieldsOfExpertsAreChecked) {
 }
 
 TEST(Families, ErrorsSayWhatAClassLacks) {
-  expect_error([] { load("LongcatFlashForCausalLM"); },
-               {"architectures", "kvzap models", "LongcatFlashForCausalLM",
-                "two attention parts each", "; the nearest"});
   EXPECT_EQ(load("Ernie4_5_ForCausalLM").architecture, "Ernie4_5ForCausalLM");
   expect_error([] { load("JambaForCausalLM"); }, {"needs layers with state spaces (Mamba)"});
   expect_error(
@@ -763,6 +760,12 @@ TEST(Families, EveryTensorIsRead) {
     for (const std::string& name : files.names()) {
       // It chooses tokens of texts that kvzap refuses (attention_top_k).
       if (name.find(".indexer.") != std::string::npos) continue;
+      // transformers writes maps of experts that return their input.
+      const std::size_t expert = name.find(".experts.");
+      if (config.experts && config.experts->identities > 0 && expert != std::string::npos &&
+          std::stoll(name.substr(expert + 9)) >= config.experts->count) {
+        continue;
+      }
       for (auto& [plain, shape] : plain_names(name, files.find(name)->shape, found)) {
         expected[plain] = shape;
       }
@@ -770,7 +773,7 @@ TEST(Families, EveryTensorIsRead) {
     EXPECT_EQ(found, expected);
     ++checked;
   }
-  EXPECT_EQ(checked, 100);
+  EXPECT_EQ(checked, 101);
 }
 
 /// Tensors without a name in GGUF would get no type when weights are quantised while they are

@@ -256,4 +256,25 @@ TEST(LatentFamilies, NullIsAsAbsent) {
   EXPECT_EQ(parts_of(lite), "af ae ae ae ");
 }
 
+TEST(LatentFamilies, LongcatFlash) {
+  const std::string sizes = R"("num_layers":3,"n_routed_experts":8,"ffn_hidden_size":40,)"
+                            R"("expert_ffn_hidden_size":24,"moe_topk":9,"zero_expert_num":)";
+  const ModelConfig config = load("LongcatFlashForCausalLM", sizes + "4");
+  EXPECT_EQ(parts_of(config), "ae af ae af ae af ");
+  EXPECT_EQ(config.intermediate_size, 40);
+  EXPECT_EQ(config.experts->routes(), 12);
+  EXPECT_EQ(config.experts->per_token, 9);
+  EXPECT_EQ(config.latent->row_multiplier, std::sqrt(64.0 / 512));
+  EXPECT_NEAR(*config.attention_multiplier, std::sqrt(64.0 / 1536 / 192), 1e-12);
+  EXPECT_EQ(load("LongcatFlashForCausalLM", R"("n_routed_experts":12)").num_hidden_layers, 4);
+  const auto refused = [](const std::string& fields,
+                          std::initializer_list<std::string_view> parts) {
+    expect_error([&] { load("LongcatFlashForCausalLM", fields); }, parts);
+  };
+  refused(sizes + "0", {"num_experts_per_tok", "at most n_routed_experts (8)", "found 9"});
+  refused(sizes + R"(4,"zero_expert_type":"copy")", {"zero_expert_type", "'identity'", "'copy'"});
+  refused(sizes + R"(4,"q_lora_rank":null)", {"q_lora_rank", "found none"});
+  refused(sizes + "-1", {"zero_expert_num", "found -1"});
+}
+
 }  // namespace

@@ -132,7 +132,7 @@ void Sampler::change(std::vector<float>& logits) const {
       logits[static_cast<std::size_t>(token)] = -std::numeric_limits<float>::infinity();
   };
   for (const auto& word : m_options.bad_words) {
-    if (word.size() > 1 && word.size() > m_tokens.size()) continue;
+    if (word.size() > m_tokens.size() + 1) continue;
     const auto before = static_cast<std::ptrdiff_t>(word.size()) - 1;
     if (std::equal(word.begin(), word.end() - 1, m_tokens.end() - before)) forbid(word.back());
   }

@@ -8,6 +8,7 @@ import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -17,6 +18,21 @@ def attention_layers(model):
     """The attention of each layer that has one, by the layer's index."""
     blocks = enumerate(model.model.layers)
     return {layer: block.self_attn for layer, block in blocks if getattr(block, "self_attn", None) is not None}
+
+
+def accept_newer_names(model):
+    """Lets hooks of attention, as those of kvpress, find arguments that transformers 5.24 names otherwise."""
+
+    def rename(module, args, kwargs, output):
+        if "past_key_values" not in kwargs:
+            kwargs["past_key_values"] = kwargs["cache"]
+        if "cache_position" not in kwargs:
+            rows = kwargs["past_key_values"].layers[module.layer_idx].keys.shape[2]
+            of_rows = torch.arange(rows - kwargs["hidden_states"].shape[1], rows).unsqueeze(0)
+            kwargs["cache_position"] = kwargs.get("position_ids", of_rows)[0]
+
+    for attention in attention_layers(model).values():
+        attention.register_forward_hook(rename, with_kwargs=True)
 
 
 class HybridCache(DynamicCache):

@@ -38,7 +38,7 @@ import torch
 import transformers
 from kvpress import DMSPress
 from kvpress.presses.kvzap_press import KVzapModel, KVzapPress
-from hybrid_models import attention_layers
+from hybrid_models import accept_newer_names, attention_layers
 from make_policy_goldens import exact_attention, save_file
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -74,22 +74,6 @@ def watched_inputs(model):
         entry.remove()
 
 
-def accept_newer_names(press):
-    """Lets kvpress find arguments that transformers 5.24 names otherwise."""
-    hook = press.forward_hook
-
-    def wrapper(module, args, kwargs, output):
-        if "past_key_values" not in kwargs:
-            kwargs["past_key_values"] = kwargs["cache"]
-        if "cache_position" not in kwargs:
-            rows = kwargs["past_key_values"].layers[module.layer_idx].keys.shape[2]
-            of_rows = torch.arange(rows - kwargs["hidden_states"].shape[1], rows).unsqueeze(0)
-            kwargs["cache_position"] = kwargs.get("position_ids", of_rows)[0]
-        return hook(module, args, kwargs, output)
-
-    press.forward_hook = wrapper
-
-
 def evicted(model, cache):
     """(layer, KV head, token): 1 where the pair is masked; 0 in layers without attention."""
     attention = attention_layers(model)
@@ -123,8 +107,6 @@ def make_run(model, press, tensors, name, case):
     for block in model.model.layers:
         block.self_attn.masked_key_indices = None
     cache = DynamicCache()
-    if press is not None:
-        accept_newer_names(press)
     with press(model) if press is not None else contextlib.nullcontext(), watched_inputs(model) as inputs:
         output = model(torch.tensor([context]), past_key_values=cache)
     ratios = {}
@@ -206,6 +188,7 @@ def main():
     failed = False
     for folder in (path.resolve() for path in arguments.models):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="exact").eval()
+        accept_newer_names(model)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         index = HERE / f"{folder.name}.json"
         cases = []

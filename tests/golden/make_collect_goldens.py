@@ -3,7 +3,7 @@
 
 Run from anywhere, without network access; takes a minute:
 
-    python3 -m venv venv && venv/bin/pip install transformers==5.2.0 torch safetensors
+    python3 -m venv venv && venv/bin/pip install transformers==5.24.0 torch safetensors
     venv/bin/python tests/golden/make_collect_goldens.py inputs/models/recall-4m \\
         tests/golden/models/qwen2-random
 
@@ -26,6 +26,7 @@ import pathlib
 
 import safetensors.torch
 import torch
+from hybrid_models import accept_newer_names
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 OUT = pathlib.Path(__file__).resolve().parent / "collect"
@@ -102,6 +103,7 @@ def main():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        accept_newer_names(model)
         tensors = {}
         for number, text in enumerate(TEXTS):
             ids, extents = conversation(tokenizer, text)

@@ -39,8 +39,8 @@ from kvpress import DMSPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, 
 from kvpress.presses import expected_attention_press
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
 from kvpress.utils import compute_n_kept
-from hybrid_models import HybridCache, attached, attention_layers, fuse_experts, split_convolutions
-from make_base_goldens import accept_newer_names, watched_inputs
+from hybrid_models import HybridCache, accept_newer_names, attached, attention_layers, fuse_experts, split_convolutions
+from make_base_goldens import watched_inputs
 from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
@@ -1557,6 +1557,7 @@ def load(folder):
         model.model.layers = LayersOfParts(model.model.layers)
     if hasattr(model.model, "pos_emb"):
         model.model.rotary_emb = model.model.pos_emb
+    accept_newer_names(model)
     return model
 
 
@@ -1798,7 +1799,6 @@ def run(model, prompt, margins, press=None, decoding_press=None):
 
 def skip_windows(press, config):
     """Makes a press leave layers alone that are not pruned; kvpress leaves windows for Gemma 3 only."""
-    accept_newer_names(press)
     hook, full = press.forward_hook, full_layers(config)
 
     def wrapper(module, args, kwargs, output):

@@ -74,6 +74,7 @@ from kvpress.presses.cap_press import CapPress
 from kvpress.presses.compression_ratio_decoding_press import CompressionRatioDecodingPress
 from kvpress.presses.fastkvzip_press import FastKVzipGate
 from kvpress.utils import get_prerope_query_states
+from hybrid_models import accept_newer_names
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "policies"
@@ -853,10 +854,17 @@ def unchanged(name, n_case, update):
     return runs, {key: tensor for key, tensor in tensors.items() if key in used}
 
 
+def name_cache(module, args, kwargs):
+    """Gives the cache the name that KVzipPress looks for, which transformers 5.24 has changed."""
+    return args, {"past_key_values": kwargs.get("cache"), **kwargs}
+
+
 def make(folder, only, update):
     name = folder.name
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="exact")
     model.eval()
+    accept_newer_names(model)
+    model.model.register_forward_pre_hook(name_cache, with_kwargs=True)
     if not getattr(model.config, "head_dim", None):  # CriticalKVPress needs it
         model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
     cases = json.loads((HERE / f"{name}.json").read_text())

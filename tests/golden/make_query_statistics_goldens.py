@@ -3,7 +3,7 @@
 
 Run from anywhere, without network access; takes seconds:
 
-    python3 -m venv venv && venv/bin/pip install kvpress==0.5.5 transformers==5.2.0 torch safetensors
+    python3 -m venv venv && venv/bin/pip install kvpress==0.5.5 transformers==5.24.0 torch safetensors
     venv/bin/python tests/golden/make_query_statistics_goldens.py inputs/models/recall-4m \\
         tests/golden/models/qwen2-random
 

@@ -3,7 +3,7 @@
 
 Run from anywhere, without network access; takes seconds:
 
-    python3 -m venv venv && venv/bin/pip install transformers==5.2.0 torch safetensors
+    python3 -m venv venv && venv/bin/pip install transformers==5.24.0 torch safetensors
     venv/bin/python tests/golden/make_rope_goldens.py
 
     frequencies.json     cases of {"name", "config": a config.json, "lengths": [{"length",

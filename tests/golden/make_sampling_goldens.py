@@ -3,7 +3,7 @@
 
 Run from anywhere, without network access; takes about a minute on two cores:
 
-    python3 -m venv venv && venv/bin/pip install torch transformers==5.2.0
+    python3 -m venv venv && venv/bin/pip install torch transformers==5.24.0
     venv/bin/python tests/golden/make_sampling_goldens.py
 
     processors   of each case: logits of a small vocabulary, prompt and answer so far, fields of a

@@ -287,7 +287,11 @@ Rope parse_rope(ConfigFields& config, const std::string& key, const json& value,
 /// they are its member full_attention, and `name` the place of this member.
 void read_window_rope(ConfigFields& fields, const RopeRules& rules, const json*& current,
                       std::string& name, ModelConfig& config) {
-  auto theta = fields.find_number("rope_local_base_freq", smallest_float, largest_float);
+  std::optional<double> theta;
+  if (rules.default_window_theta > 0) {
+    theta = fields.find_number("rope_local_base_freq", smallest_float, largest_float)
+                .value_or(rules.default_window_theta);
+  }
   const char* const field = "rope_parameters";
   if (current != nullptr && current->is_object() &&
       (current->contains("full_attention") || current->contains("sliding_attention"))) {
@@ -302,9 +306,11 @@ void read_window_rope(ConfigFields& fields, const RopeRules& rules, const json*&
       if (const auto stated = find_theta(nested)) theta = stated;
       nested.warn_unknown({}, config.warnings);
     }
+    // transformers 5.24 leaves those of older files here, and ignores them.
+    for (const char* older : {"rope_theta", "rope_type"}) kinds.get(older);
     kinds.warn_unknown({}, config.warnings);
   }
-  config.window_rope_theta = theta.value_or(rules.default_window_theta);
+  config.window_rope_theta = theta;
 }
 
 }  // namespace
@@ -323,7 +329,9 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   const json* const older = fields.get("rope_scaling");
   std::string name = "rope_parameters";
   const json* current = fields.get(name);
-  if (rules.default_window_theta > 0) read_window_rope(fields, rules, current, name, config);
+  if (rules.default_window_theta > 0 || rules.windows_are_unscaled) {
+    read_window_rope(fields, rules, current, name, config);
+  }
   Rope rope;
   if (rules.default_turning_part > 0) rope.turning_part = rules.default_turning_part;
   if (older != nullptr) {
@@ -359,7 +367,9 @@ void read_rope(ConfigFields& fields, const RopeRules& rules, ModelConfig& config
   config.query_scaling = rope.query_scaling;
   config.image_sections = rope.image_sections;
   config.turning_part = rope.turning_part;
-  if (rules.windows_are_unscaled) config.window_rope_theta = config.rope_theta;
+  if (rules.windows_are_unscaled && !config.window_rope_theta) {
+    config.window_rope_theta = config.rope_theta;
+  }
   if (!config.rope_scaling) return;
   if (const std::string problem = rope_problem(config, *config.rope_scaling); !problem.empty()) {
     throw Error(fmt::format("{}: {}", fields.file(), problem));

@@ -25,7 +25,8 @@ struct RopeRules {
   /// Layers with a window have this base and no scaling, without rope_local_base_freq or
   /// rope_parameters.sliding_attention; 0: the family has no such fields.
   double default_window_theta = 0;
-  /// Layers with a window have the base of the others, but no scaling.
+  /// Layers with a window have no scaling, and the base of the others without
+  /// rope_parameters.sliding_attention.
   bool windows_are_unscaled = false;
   /// The file may deal the frequencies to the axes of an image (mrope_section, mrope_interleaved).
   /// All axes of text have the same position, so this changes nothing.

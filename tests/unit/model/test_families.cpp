@@ -195,6 +195,14 @@ TEST(Families, WindowsOfOlmoGptOssAndCohere) {
   const ModelConfig olmo3 = load("Olmo3ForCausalLM", R"("rope_theta":500000,)" + yarn);
   EXPECT_EQ(kinds(olmo3), "4096 4096 4096 0 ");
   EXPECT_EQ(olmo3.window_rope_theta, 500000);
+  const ModelConfig kinds_of_rope = load(
+      "Olmo3ForCausalLM",
+      R"("rope_parameters":{"rope_theta":7,"rope_type":"default","full_attention":{"rope_theta":500000,)"
+      R"("rope_type":"yarn","factor":8,"original_max_position_embeddings":64},)"
+      R"("sliding_attention":{"rope_type":"default","rope_theta":400000}})");
+  EXPECT_EQ(rope_inverse_frequencies(kinds_of_rope), rope_inverse_frequencies(olmo3));
+  EXPECT_EQ(kinds_of_rope.window_rope_theta, 400000);
+  EXPECT_TRUE(kinds_of_rope.warnings.empty());
   // Scaling that is asked for later must not reach windows either.
   EXPECT_TRUE(load("Olmo3ForCausalLM").window_rope_theta);
   const ModelConfig gpt = load("GptOssForCausalLM", R"("num_local_experts":8,)" + yarn);

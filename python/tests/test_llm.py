@@ -1,6 +1,8 @@
 """The engine from Python: answers of the goldens, arrays, files, errors."""
+import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +195,25 @@ def test_files_of_quantised_rows(golden, tmp_path, kv_type):
         for layer, head in ((0, 0), (2, 1)):
             np.testing.assert_allclose(snapshot.keys(layer, head), again.keys(layer, head), rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(snapshot.values(layer, head), again.values(layer, head), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_type", [None, "q8"])
+def test_files_of_latent_rows(tmp_path, kv_type):
+    """Values are the keys: the file has one data set for both."""
+    pytest.importorskip("h5py")
+    folder = shutil.copytree(ROOT / "tests/golden/families/deepseek_v2", tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):  # the random model has none
+        shutil.copy(MODEL / name, folder)
+    prompt = json.loads((folder / "golden.json").read_text())["prompt"]
+    chat = kvzap.LLM(folder, "knorm@evict-ratio=0.5", dtype="f32", kv_type=kv_type).session().read(prompt)
+    chat.save(tmp_path / "report.h5")
+    with kvzap.open_snapshot(tmp_path / "report.h5") as snapshot:
+        assert (snapshot.kept == chat.report.kept).all() and snapshot.kept.max() == len(prompt) // 2
+        for layer in range(snapshot.n_layers):
+            for found, expected in ((snapshot.keys(layer, 0), chat.keys(layer, 0)),
+                                    (snapshot.values(layer, 0), chat.values(layer, 0))):
+                assert found.shape == (snapshot.kept[layer, 0], snapshot.head_dim)
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_paths_are_those_of_the_beginning(golden, tmp_path, monkeypatch):

@@ -54,13 +54,20 @@ def mask(*arguments, attention_mask=None, **options):
 transformers.AttentionInterface.register(ATTENTION, attention)
 transformers.AttentionMaskInterface.register(ATTENTION, mask)
 
+
+def output_map(module):
+    """The module of an attention module that maps the heads' output, by the names of transformers' classes; or None."""
+    names = ("o_proj", "out_proj", "dense", "c_proj")
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
 # Hidden states: attention functions do not get them, so that its module leaves them here.
 
 _watched: weakref.WeakSet = weakref.WeakSet()
 
 
 def _before_attention(module, arguments, options):
-    if hasattr(options.get("past_key_values"), "_attend"):
+    if any(hasattr(option, "_attend") for option in options.values()):  # the cache's name depends on class and version
         now.hidden = (module, options["hidden_states"] if "hidden_states" in options else arguments[0])
 
 
@@ -76,7 +83,7 @@ def hidden_of(module):
 def watch(model):
     """Lets the attention modules of a model show their inputs to caches whose pruning reads them."""
     for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "o_proj") and module not in _watched:
+        if hasattr(module, "layer_idx") and output_map(module) is not None and module not in _watched:
             _watched.add(module)
             module.register_forward_pre_hook(_before_attention, with_kwargs=True)
 
@@ -86,7 +93,7 @@ def watch_model_of(config):
     import torch  # transformers has imported it
 
     def before(module, _):
-        if getattr(module, "config", None) is config and hasattr(module, "layers"):
+        if isinstance(module, transformers.PreTrainedModel) and module.config is config:
             handle.remove()
             watch(module)
 

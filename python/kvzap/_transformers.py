@@ -17,9 +17,10 @@ import transformers
 from transformers.cache_utils import Cache as _TransformersCache
 
 from . import _kvzap
-from ._attention import ATTENTION, hidden_of, now, watch, watch_model_of
+from ._attention import ATTENTION, hidden_of, now, output_map, watch, watch_model_of
 from ._errors import Error
 from ._report import Report, size
+from ._versions import CONTINUES_STATES, LinearStates, give_cache, given_cache, has_attention_functions, length_after_crop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,6 +58,10 @@ def _config_text(config):
     if not fields.get("architectures"):
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         fields["architectures"] = [names.get(config.model_type, config.model_type)]
+    architecture = fields["architectures"][0]
+    if not has_attention_functions(architecture):
+        raise Error(f"config: the class {architecture} of this transformers has its own attention and ignores "
+                    f"attn_implementation=\"{ATTENTION}\"; expected kvzap.LLM for it")
     fields.pop("quantization_config", None)  # weights are the model's affair
     return json.dumps(fields, default=str)
 
@@ -101,7 +106,7 @@ class _Layer(transformers.cache_utils.CacheLayerMixin):
     def _crop(self, rows):
         if not isinstance(rows, _Rows):
             raise Error("keys and values of a kvzap.Cache cannot be assigned")
-        self._cache.crop(rows.length)
+        self._cache._crop_to(rows.length)
 
     keys = property(_rows, _crop)
     values = property(_rows, _crop)
@@ -109,20 +114,22 @@ class _Layer(transformers.cache_utils.CacheLayerMixin):
     def lazy_initialization(self, key_states, value_states):
         pass
 
-    def update(self, key_states, value_states, cache_kwargs=None):
+    def update(self, key_states, value_states, *arguments, **options):
         raise Error("call update of the kvzap.Cache")
 
-    def get_mask_sizes(self, cache_position):
-        return self._cache.get_mask_sizes(cache_position, 0)
+    def get_mask_sizes(self, query_length):
+        return self._cache.get_mask_sizes(query_length, 0)
 
     def get_seq_length(self):
         return self._cache.get_seq_length()
 
-    def get_max_cache_shape(self):
+    def get_max_length(self):
         return -1
 
+    get_max_cache_shape = get_max_length  # its name before 5.14
 
-class Cache(_TransformersCache):
+
+class Cache(LinearStates, _TransformersCache):
     """A KV cache for models of transformers that frees the memory of evicted pairs.
 
         from kvzap import Cache, Pruning  # registers the attention "kvzap"
@@ -144,9 +151,9 @@ class Cache(_TransformersCache):
     The first forward reads the context, which is pruned layer by layer. Later forwards are a question or generated
     tokens; the pruning judges them if its mode is always. `context()` reads the context in chunks. Batches may be
     padded; each sequence has its own cache. Each forward runs all layers, in order, without gradients.
-    For a hybrid model such as Qwen3-Next the cache also keeps the states of linear attention. transformers discards them if a
-    later forward has several tokens, so this raises kvzap.Error: the context is one forward, each later one has one token,
-    and padding is on the left. `crop` raises it, too.
+    For a hybrid model such as Qwen3-Next the cache also keeps the states of linear attention. Padding is on the left, before
+    a sequence's first token, and `crop` raises kvzap.Error. transformers before 5.21 discards the states if a later forward
+    has several tokens, so this raises kvzap.Error there: the context is one forward, and each later one has one token.
 
     Raises kvzap.Error for an unsupported model or pruning.
     """
@@ -160,17 +167,16 @@ class Cache(_TransformersCache):
         self._threads, self._page_rows, self._kv_type = threads, page_rows, "" if kv_type is None else kv_type
         self._text = _config_text(config)
         self._dtype = _dtype_name(dtype or getattr(config, "dtype", None) or "float32")
-        if any(hasattr(config, field) for field in ("mamba_n_heads", "mamba_num_heads", "conv_L_cache")):
-            raise Error(f"config: {config.model_type} has state spaces or convolutions, whose states kvzap.Cache does not keep; "
-                        "kvzap.LLM runs it")
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self._linear = [layer for layer, kind in enumerate(types) if kind == "linear_attention"]
         self._attending = [layer for layer, kind in enumerate(types) if kind != "linear_attention"]
-        self._is_hybrid = len(self._attending) < len(types)
-        self._last_linear = max((layer for layer, kind in enumerate(types) if kind == "linear_attention"), default=None)
         self._is_dtype_given = dtype is not None
+        if self._linear and config.model_type == "olmo_hybrid" and not CONTINUES_STATES:
+            raise Error("config: olmo_hybrid has a cache of its own in this transformers; expected transformers 5.21 and later, or "
+                        "kvzap.LLM")
         self._open()
-        self._clear()
         super().__init__(layers=[_Layer(self) for _ in range(config.num_hidden_layers)])
+        self._clear()
         if pruning is not None:
             weakref.finalize(self, watch_model_of(config))
 
@@ -196,9 +202,7 @@ class Cache(_TransformersCache):
         self._seconds = [0.0, 0.0]  # of attention: context, later
         self._context = 0
         self._states_are_lost = False
-        if self._is_hybrid:  # by layer, where the model's linear attention looks for them
-            self.conv_states = [None] * self._config.num_hidden_layers
-            self.recurrent_states = [None] * self._config.num_hidden_layers
+        self._clear_states()
 
     def __del__(self):
         if getattr(self, "_sequences", None):
@@ -223,25 +227,14 @@ class Cache(_TransformersCache):
         memo[id(self)] = copy
         return copy
 
-    def _map_states(self, function, target=None):
-        """Gives `target`, or the cache itself, function(state) of each state of linear attention."""
-        for name in ("conv_states", "recurrent_states") if self._is_hybrid else ():
-            states = [state if state is None else function(state) for state in getattr(self, name)]
-            setattr(target or self, name, states)
-
     # Called by transformers.
-
-    @property
-    def has_previous_state(self) -> bool:
-        """Whether all layers of linear attention have run."""
-        return self._is_hybrid and self.conv_states[self._last_linear] is not None
 
     def _lose_states(self):
         """Notes that a failed forward may have changed states of linear attention."""
-        self._states_are_lost = self._is_hybrid and any(state is not None for state in self.recurrent_states)
+        self._states_are_lost = bool(self._states())
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
-               cache_kwargs: dict[str, Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *arguments: Any,
+               **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Leaves keys and values (batch, KV heads, tokens, head_dim) to the attention of the same layer."""
         if getattr(now, "update", None) is not None:
             now.update = now.mask = None
@@ -254,14 +247,16 @@ class Cache(_TransformersCache):
         """Tokens so far, evicted or not, padding included; after +rerotate, the next position."""
         return self._positions
 
-    def get_mask_sizes(self, cache_position: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
-        count = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
+    def get_mask_sizes(self, query_length: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
+        count = query_length if isinstance(query_length, int) else query_length.shape[0]  # positions, before 5.4
         self._check_states(count)
         now.mask = self if self._config._attn_implementation == ATTENTION else None
         return self.get_seq_length() + count, 0
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name before 5.14
 
     def reset(self) -> None:
         """Frees all sequences. The cache is as new."""
@@ -269,18 +264,23 @@ class Cache(_TransformersCache):
         self._engine.free(self._sequences)
         self._clear()
 
-    def crop(self, max_length: int) -> None:
-        """Drops the tokens after the first `max_length`, or the last -max_length ones.
+    def crop(self, *arguments: int, **options: int) -> None:
+        """Drops the last n tokens by crop(-n). Other arguments mean what they mean to DynamicCache in the installed version of
+        transformers: before 5.15, 0 or more is the number of tokens to keep; since then 0 drops none, and more is deprecated,
+        or a ValueError.
 
         The end of the context is kept, unless beams or a selection have changed the batch, or a pruning cuts while the model
         generates. Another length needs rows that the cache has not evicted since, and a pruning without a policy, or by
         KVzap. Otherwise raises kvzap.Error.
         """
-        length = self._columns + max_length if max_length < 0 else max_length
+        self._crop_to(length_after_crop(self._columns, *arguments, **options))
+
+    def _crop_to(self, length):
+        """Keeps the first `length` tokens."""
         if length >= self._columns:
             return
         self._require_no_step()
-        if length > 0 and self._is_hybrid:
+        if length > 0 and self._linear:
             raise Error(f"crop to {length}: the states of linear attention are of all {self._columns} tokens")
         if length <= 0:
             return self.reset()
@@ -291,6 +291,9 @@ class Cache(_TransformersCache):
             counts = [sum(max(0, min(end, length) - begin) for begin, end in runs) for runs in self._runs]
             if 0 in counts:
                 raise Error(f"crop to {length}: a sequence of the batch would have no token")
+            if not self._engine.can_hold(self._sequences[0]):
+                raise Error(f"crop to {length} tokens: the policy's state is of all {self._columns}; expected the end of the "
+                            "context")
             cropped = []
             try:
                 for sequence, count in zip(self._sequences, counts):
@@ -331,14 +334,24 @@ class Cache(_TransformersCache):
         except BaseException:
             self._engine.free(forks)
             raise
-        self._map_states(lambda state: state[indices])
+        self._map_states(lambda state: state[indices], self)
         self._runs = [list(self._runs[index]) for index in indices]
         self._engine.free([sequence for sequence in self._sequences if sequence not in selected])
         self._sequences, self._checkpoints = selected, []
 
     @property
-    def max_batch_size(self) -> int:
+    def batch_size(self) -> int:
         return len(self._sequences)
+
+    max_batch_size = batch_size  # its name before 5.14
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can drop the newest tokens, as assisted generation needs it (5.17): without linear attention and
+        windows, unless a policy prunes or the newest tokens are a pruned context."""
+        if self._linear or not self._engine.keeps_beginnings():
+            return False
+        return self._pruning is None or self._columns > self._context > 0 and self._engine.can_hold(self._sequences[0])
 
     @property
     def is_initialized(self) -> bool:
@@ -359,7 +372,8 @@ class Cache(_TransformersCache):
                     model(chunk, past_key_values=cache)
 
         KVzap and the full cache give the result of one reading. A policy has to score again after each chunk, and
-        raises kvzap.Error if it cannot, as do hybrid models. A last chunk of a single token counts as generated.
+        raises kvzap.Error if it cannot, as do hybrid models before transformers 5.21. A last chunk of a single token counts as
+        generated.
         """
         if self._columns:
             raise Error("the context has been read")
@@ -480,9 +494,8 @@ class Cache(_TransformersCache):
         if self._is_chunked and count == 1 and self._columns:
             self._end_context()
         spans = _spans(mask, self._runs, self._columns, count)
-        if self._is_hybrid and any(end < count for _, _, end in spans):
-            raise Error("attention_mask: padding after tokens, which changes the states of linear attention; expected it on "
-                        "the left")
+        if self._linear:
+            self._check_padding(mask, spans, count)
         if self._renumbers:
             if any((first, end) != (0, count) for _, first, end in spans):
                 raise Error("a policy with +rerotate renumbers positions: expected a batch without padding")
@@ -513,9 +526,21 @@ class Cache(_TransformersCache):
     def _check_states(self, count):
         if self._states_are_lost:
             raise Error("an earlier forward failed after it had changed the states of linear attention: call reset")
-        if self._is_hybrid and self._columns and count > 1:
-            raise Error(f"a forward of {count} tokens after {self._columns} others: transformers would discard the states of "
-                        "linear attention; expected one token")
+        if self._linear and self._columns and count > 1 and not CONTINUES_STATES:
+            raise Error(f"a forward of {count} tokens after {self._columns} others: this transformers would discard the states "
+                        "of linear attention; expected one token, or transformers 5.21 and later")
+
+    def _check_padding(self, mask, spans, count):
+        """Throws if padding would change states of linear attention: they are zero until a sequence's first token."""
+        if mask is not None and mask.shape[1] > self._columns + count and not mask.bool().all():
+            raise Error(f"attention_mask: {mask.shape[1]} columns; expected {self._columns + count} for linear attention, which "
+                        "reads the last ones")
+        tokens = {index: (first, end) for index, first, end in spans}
+        for index, runs in enumerate(self._runs):
+            first, end = tokens.get(index, (count, count))
+            if end < count or (first > 0 and runs):
+                raise Error("attention_mask: padding after tokens, which changes the states of linear attention; expected it on "
+                            "the left")
 
     def _change_dtype(self, dtype):
         if not self._is_dtype_given and _dtype_name(dtype) != self._dtype:
@@ -610,9 +635,13 @@ def _spans(mask, runs, columns, count):
 def _output_weights(module, query):
     """W_O of an attention module (hidden_size, query heads * head_dim), or None if it is not a plain matrix beside the
     queries."""
-    weight = getattr(getattr(module, "o_proj", None), "weight", None)
+    out = output_map(module)
+    weight = getattr(out, "weight", None)
     is_plain = weight is not None and weight.device == query.device and weight.dim() == 2 and str(weight.dtype).rpartition(".")[2] in _DTYPES
-    return weight.detach() if is_plain else None
+    if not is_plain:
+        return None
+    is_transposed = isinstance(out, transformers.pytorch_utils.Conv1D)
+    return weight.detach().t() if is_transposed else weight.detach()
 
 
 @contextlib.contextmanager
@@ -622,9 +651,10 @@ def pruned(model, pruning, engines):
     config = model.config
 
     def before(module, arguments, options):
-        past = options.get("past_key_values")
+        past = given_cache(options)
         if past is None and options.get("use_cache") is not False:
-            past = options["past_key_values"] = Cache(config, pruning)
+            past = Cache(config, pruning)
+            give_cache(module, options, past)
         elif past is None or past.get_seq_length() > 0 or (isinstance(past, Cache) and past._pruning is not None):
             return arguments, options  # read before, or by another pruning
         elif isinstance(past, Cache):

@@ -78,11 +78,27 @@ StepPart part_from_name(const std::string& name) {
       ("part: expected context, held, question or generated, found " + name).c_str());
 }
 
+// What the cache of a model that runs elsewhere does not keep, or an empty string.
+std::string unsupported_part(const ModelConfig& config) {
+  if (config.latent) return "latent attention";
+  for (const LayerConfig& layer : config.layers) {
+    if (layer.rows_of >= 0) return "layers that read the keys and values of another layer";
+    if (layer.mixing != TokenMixing::attention && layer.mixing != TokenMixing::delta_net) {
+      return "layers other than attention and gated delta nets";
+    }
+  }
+  return "";
+}
+
 std::shared_ptr<Engine> make_engine(const std::filesystem::path& folder, DType dtype,
                                     Pruning pruning, int threads, int page_rows,
                                     const std::string& kv_type) {
   const Communicator comm = Communicator::self();
   ModelConfig config = ModelConfig::load(folder);
+  if (const std::string part = unsupported_part(config); !part.empty()) {
+    throw Error("config: " + config.architecture + " has " + part +
+                ", which kvzap.Cache does not keep; expected kvzap.LLM for it");
+  }
   const std::int64_t layers = config.num_hidden_layers;
   const auto setup = session::deal_model(folder.string(), std::move(config), layers, {}, 1);
   check(pruning);
@@ -272,6 +288,11 @@ void bind_steps(EngineClass& engine) {
       .def("can_hold",
            [](const HeldEngine& held, SequenceId sequence) {
              return in_engine([&] { return (*held).can_hold(sequence); });
+           })
+      .def("keeps_beginnings",
+           [](const HeldEngine& held) {
+             return in_engine(
+                 [&] { return (*held).keeps_beginnings((*held).config().longest_context()); });
            })
       .def("check_more_context",
            [](const HeldEngine& held, SequenceId sequence, std::int64_t count) {

@@ -45,6 +45,10 @@ def model(models):
     return models("recall-4m")
 
 
+def version():
+    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
+
+
 def tensors(file):
     from safetensors.torch import load_file
 
@@ -192,9 +196,6 @@ def test_generate_equals_a_dense_cache(model, texts, options):
     assert torch.equal(*results)
 
 
-FAMILIES = sorted((ROOT / "tests/golden/families").glob("*/golden.json"))
-
-
 def test_keys_and_values_of_fewer_bits(model, long):
     def generate(**options):
         cache = kvzap.Cache(model.config, **options)
@@ -208,78 +209,6 @@ def test_keys_and_values_of_fewer_bits(model, long):
         assert report.live_bytes < share * wide.live_bytes
     with pytest.raises(kvzap.Error, match="q8,q4"):
         kvzap.Cache(model.config, kv_type="q3")
-
-
-@pytest.mark.parametrize("file", FAMILIES, ids=lambda file: file.parent.name)
-def test_families_generate_as_with_a_dense_cache(file):
-    _ = kvzap.Cache  # registers the attention
-    golden = json.loads(file.read_text())
-    model, dense = (transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32,
-                                                                      attn_implementation=name, experts_implementation="eager")
-                    for name in ("kvzap", "eager"))  # other implementations of experts want widths of whole 16 bytes
-    prompt = torch.tensor([golden["prompt"]])
-    count = golden["new_tokens"]
-
-    def generate(cache, model=model):
-        return model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=count,
-                              min_new_tokens=count, do_sample=False, pad_token_id=0)[0, len(golden["prompt"]):]
-
-    is_hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or [])
-    expected = generate(None if is_hybrid else transformers.DynamicCache(), dense)
-    assert torch.equal(generate(kvzap.Cache(model.config)), expected)
-    if golden["family"] == "phi3":
-        return  # after the switch of longrope's factors, transformers leaves any cache unused
-    if all(golden.get("windows", [0])):
-        with pytest.raises(kvzap.Error, match="nothing can be pruned"):
-            generate(kvzap.Cache(model.config, "knorm@evict-ratio=0.5"))
-        return
-    cache = kvzap.Cache(model.config, "knorm@evict-ratio=0.5")
-    generate(cache)
-    assert 0.3 < cache.report.evict_ratio < 0.6
-
-
-def test_states_of_hybrids_follow_the_batch():
-    _ = kvzap.Cache  # registers the attention
-    folder = ROOT / "tests/golden/families/qwen3_next"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="kvzap")
-    prompt = torch.tensor(json.loads((folder / "golden.json").read_text())["prompt"])
-    other = prompt.flip(0)
-    rows, mask = padded([prompt, other[:60]], "left")
-
-    def step(cache, rows, mask=None):
-        with torch.no_grad():
-            return model(rows, attention_mask=mask, past_key_values=cache, use_cache=True).logits[:, -1]
-
-    alone = []
-    for row in (prompt, other[:60]):
-        cache = kvzap.Cache(model.config)
-        alone.append([step(cache, row[None]), step(cache, torch.tensor([[7]]))])
-    cache = kvzap.Cache(model.config)
-    torch.testing.assert_close(step(cache, rows, mask), torch.cat([first for first, _ in alone]), rtol=1e-3, atol=1e-3)
-    second = copy.deepcopy(cache)
-    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-    expected = torch.cat([last for _, last in alone])
-    torch.testing.assert_close(step(cache, torch.tensor([[7], [7]]), mask), expected, rtol=1e-3, atol=1e-3)
-    second.reorder_cache(torch.tensor([1, 1]))
-    torch.testing.assert_close(step(second, torch.tensor([[7], [7]]), mask[[1, 1]]), expected[[1, 1]], rtol=1e-3, atol=1e-3)
-    states = [state for state in second.recurrent_states if state is not None]
-    with pytest.raises(kvzap.Error, match="expected one token"):
-        step(second, torch.tensor([[7, 8], [7, 8]]))
-    assert all(a is b for a, b in zip(states, (state for state in second.recurrent_states if state is not None)))
-    with pytest.raises(kvzap.Error, match="states of linear attention"):
-        second.crop(5)
-    second.reset()
-    torch.testing.assert_close(step(second, prompt[None]), alone[0][0], rtol=1e-3, atol=1e-3)
-    second.reset()
-    right, mask = padded([prompt, other[:60]], "right")
-    with pytest.raises(kvzap.Error, match="expected it on the left"):
-        step(second, right, mask)
-    with pytest.raises(kvzap.Error, match="call reset"):
-        step(second, prompt[:1][None])
-    with pytest.raises(kvzap.Error, match="call reset"):
-        step(copy.deepcopy(second), prompt[:1][None])
-    single = [step(cache, prompt[:1][None]) for cache in (kvzap.Cache(model.config), None)]
-    torch.testing.assert_close(*single, rtol=1e-3, atol=1e-3)
 
 
 def padded(sequences, side):
@@ -332,28 +261,70 @@ def test_crop_returns_to_the_end_of_the_context(model, texts, pruning):
     cache = kvzap.Cache(model.config, pruning)
     first = answer(model, cache, context, question, 8)
     before = kept(cache, cache.get_seq_length())[:, :, :len(context)]
-    cache.crop(len(context))
-    assert cache.get_seq_length() == len(context)
-    assert (kept(cache, len(context)) == before).all()
-    assert answer(model, cache, None, question, 8) == first
-    cache.crop(len(context) - cache.get_seq_length())  # negative: that many less
-    assert answer(model, cache, None, question, 8) == first
+    for _ in range(2):
+        cache.crop(len(context) - cache.get_seq_length())
+        assert cache.get_seq_length() == len(context)
+        assert (kept(cache, len(context)) == before).all()
+        assert answer(model, cache, None, question, 8) == first
+
+
+@pytest.mark.parametrize("tokens", [-7, 0, 5, 20, 1000])
+def test_crop_takes_what_dense_caches_take(model, texts, tokens):
+    """The number means what it means in the installed version: tokens to keep before 5.15, and to remove since."""
+    def outcome(cache):
+        model(ids(texts[0]["context_ids"][:20]), past_key_values=cache)
+        try:
+            cache.crop(tokens)
+        except ValueError:
+            return ValueError
+        return cache.get_seq_length()
+
+    assert outcome(kvzap.Cache(model.config)) == outcome(transformers.DynamicCache())
+    if version() in ((5, 2), (5, 24)):
+        recorded = {(5, 2): {-7: 13, 0: 0, 5: 5}, (5, 24): {-7: 13, 0: 20, 5: ValueError, 20: ValueError, 1000: ValueError}}
+        assert outcome(kvzap.Cache(model.config)) == recorded[version()].get(tokens, 20)
 
 
 def test_crop_anywhere_without_eviction(model, long):
     context = long[:800]
     cache = kvzap.Cache(model.config)
     model(ids(context[:600]), past_key_values=cache)
-    cache.crop(217)
+    cache.crop(217 - 600)
     found = model(ids(context[217:300]), past_key_values=cache).logits
     assert torch.allclose(found, model(ids(context[:300])).logits[:, 217:], atol=2e-4)
     pruned = kvzap.Cache(model.config, "snapkv@evict-ratio=0.5")
     model(ids(context[:600]), past_key_values=pruned)
     with pytest.raises(kvzap.Error):
-        pruned.crop(217)
+        pruned.crop(217 - 600)
     assert pruned.get_seq_length() == 600
-    cache.crop(0)
+    cache.crop(-cache.get_seq_length())
     assert cache.get_seq_length() == 0
+
+
+def test_assisted_generation_crops_drafts(model, long):
+    """Drafts are n-grams of the prompt, or a model's own answers."""
+    prompt = ids(torch.cat([long[:300], long[100:300]]))
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, pad_token_id=0)
+    expected = model.generate(prompt, past_key_values=transformers.DynamicCache(), **options)
+    for draft in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": model}):
+        cache = kvzap.Cache(model.config)
+        assert torch.equal(model.generate(prompt, past_key_values=cache, **options, **draft), expected)
+        assert cache.get_seq_length() == cache.report.tokens
+    pruned = kvzap.Cache(model.config, KVZAP)
+    model(prompt[:, :300], past_key_values=pruned)  # generate of 5.24 with drafts would read the prompt again
+    drafted = copy.deepcopy(pruned)
+    assert not drafted.is_croppable
+    model(prompt[:, 300:304], past_key_values=drafted)
+    assert drafted.is_croppable
+    drafted.crop(-3)
+    plain = copy.deepcopy(pruned)
+    model(prompt[:, 300:301], past_key_values=plain)
+    assert drafted.get_seq_length() == 301 and (drafted.report.kept == plain.report.kept).all()
+    found, expected = (model(prompt[:, 301:340], past_key_values=cache).logits for cache in (drafted, plain))
+    assert torch.allclose(found, expected, atol=2e-4)
+    with pytest.raises((kvzap.Error, ValueError), match="crop"):  # the context and a draft would be pruned together
+        model.generate(prompt, past_key_values=kvzap.Cache(model.config, "knorm@evict-ratio=0.5"), prompt_lookup_num_tokens=4,
+                       **options)
 
 
 @pytest.mark.parametrize("pruning", [None, KVZAP])
@@ -390,7 +361,7 @@ def test_copies_go_separate_ways(model, texts):
     copies = [copy.deepcopy(prompt) for _ in range(2)]
     answers = [answer(model, one, None, question, 6) for one in (*copies, prompt)]
     assert answers[0] == answers[1] == answers[2]
-    copies[0].crop(len(context))
+    copies[0].crop(len(context) - copies[0].get_seq_length())
     assert answer(model, copies[0], None, question, 6) == answers[0]
 
 
@@ -498,7 +469,7 @@ def test_press_prunes_what_the_model_would_have_kept(model, texts):
     (lambda model: kvzap.Cache(model.config, dtype="float64"), "float64"),
     (lambda model: kvzap.Cache(model.config, threads=-1), "threads"),
     (lambda model: kvzap.Cache(model.config, page_rows=0), "page_rows"),
-    (lambda model: kvzap.Cache(transformers.GPT2Config()), "GPT2"),
+    (lambda model: kvzap.Cache(transformers.BloomConfig()), "Bloom"),
     (lambda model: kvzap.press("snapkv", evict_ratio=0.5, compression_ratio=0.5), "one amount"),
     (lambda model: kvzap.press("KVzipPress", evict_ratio=0.5), "twice"),
 ])

@@ -42,8 +42,8 @@ def kvzap_of(name, golden):
 
 FAMILIES = sorted(file.parent.name for file in (GOLDEN / "families").glob("*/golden.json"))
 REFUSED = {
-    "latent attention": ["axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3",
-                         "mistral4", "youtu"],
+    "latent attention": ["axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
+                         "minicpm3", "mistral4", "youtu"],
     "other than attention and gated delta nets": [
         "bamba", "falcon_h1", "falcon_h1_gates", "granitemoehybrid", "granitemoehybrid_dense", "lfm2", "lfm2_moe", "nemotron_h",
         "nemotron_h_states"],

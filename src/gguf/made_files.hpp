@@ -14,9 +14,9 @@ namespace kvzap::gguf {
 /// Returns generation_config.json: the ids of special tokens, and the ids that end an answer.
 nlohmann::json make_generation_config(const GgufFile& file);
 
-/// Returns tokenizer.json for a tokenizer of the kind gpt2 (byte-level BPE) or llama (BPE of
-/// SentencePiece with byte fallback); nothing if the file has no tokens. Throws Error for another
-/// kind, an unknown pre-tokenizer, and malformed values.
+/// Returns tokenizer.json for a tokenizer of the kind gpt2 (byte-level BPE), llama (BPE of
+/// SentencePiece with byte fallback) or gemma4 (the same with merges); nothing if the file has no
+/// tokens. Throws Error for another kind, an unknown pre-tokenizer, and malformed values.
 std::optional<nlohmann::json> make_tokenizer(const GgufFile& file);
 
 /// Returns tokenizer_config.json: the chat template and the special tokens that it uses; nothing if
@@ -31,6 +31,9 @@ struct PreTokenizerKind {
   bool ignore_merges = false;
   /// Whether a text begins with the beginning-of-text token, if the file does not say.
   bool add_bos = false;
+  /// Whether tokens are written in the byte alphabet. Otherwise they are characters, and characters
+  /// without a token become tokens of bytes.
+  bool byte_level = true;
 };
 std::optional<PreTokenizerKind> pre_tokenizer_kind(std::string_view name);
 

@@ -32,6 +32,7 @@ constexpr std::size_t max_merged_bytes = 512;
 
 constexpr const char* tokens_key = "tokenizer.ggml.tokens";
 constexpr const char* model_key = "tokenizer.ggml.model";
+constexpr const char* pre_key = "tokenizer.ggml.pre";
 constexpr const char* space = "\u2581";  // stands for a space in SentencePiece's vocabularies
 
 std::string replaced(std::string_view text, std::string_view from, std::string_view to) {
@@ -184,27 +185,57 @@ json merges_of(const Metadata& values) {
   return merges;
 }
 
-void make_byte_level(const Metadata& values, const TokenTable& tokens, json& tokenizer) {
-  constexpr const char* key = "tokenizer.ggml.pre";
-  const std::string_view name = values.find_string(key).value_or("default");
+json byte_level_decoder() {
+  return {{"type", "ByteLevel"},
+          {"add_prefix_space", true},
+          {"trim_offsets", true},
+          {"use_regex", true}};
+}
+
+/// Decodes SentencePiece's tokens. The space before a text is removed if there is one.
+json marked_spaces_decoder(bool removes_space) {
+  json decoders = {{{"type", "Replace"}, {"pattern", {{"String", space}}}, {"content", " "}},
+                   {{"type", "ByteFallback"}},
+                   {{"type", "Fuse"}}};
+  if (removes_space) {
+    decoders.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
+  }
+  return {{"type", "Sequence"}, {"decoders", std::move(decoders)}};
+}
+
+json bpe_model(json vocabulary, json merges) {
+  return {{"type", "BPE"},
+          {"dropout", nullptr},
+          {"unk_token", nullptr},
+          {"continuing_subword_prefix", nullptr},
+          {"end_of_word_suffix", nullptr},
+          {"fuse_unk", false},
+          {"byte_fallback", false},
+          {"ignore_merges", false},
+          {"vocab", std::move(vocabulary)},
+          {"merges", std::move(merges)}};
+}
+
+/// Makes characters without a token those of their bytes, or the unknown one.
+void add_byte_fallback(const Metadata& values, const TokenTable& tokens, json& model) {
+  model["fuse_unk"] = true;
+  model["byte_fallback"] = true;
+  const auto unknown_id = special_id(values, tokens, "unknown");
+  if (unknown_id) model["unk_token"] = std::string(tokens.texts[*unknown_id]);
+}
+
+void make_merging(const Metadata& values, const TokenTable& tokens, std::string_view name,
+                  json& tokenizer) {
   auto kind = pre_tokenizer_kind(name);
-  if (!kind) values.fail(key, "the name of a supported pre-tokenizer", files::in_quotes(name));
+  if (!kind) {
+    values.fail(pre_key, "the name of a supported pre-tokenizer", files::in_quotes(name));
+  }
   tokenizer["normalizer"] = std::move(kind->normalizer);
   tokenizer["pre_tokenizer"] = std::move(kind->pre_tokenizer);
-  tokenizer["decoder"] = {{"type", "ByteLevel"},
-                          {"add_prefix_space", true},
-                          {"trim_offsets", true},
-                          {"use_regex", true}};
-  tokenizer["model"] = {{"type", "BPE"},
-                        {"dropout", nullptr},
-                        {"unk_token", nullptr},
-                        {"continuing_subword_prefix", nullptr},
-                        {"end_of_word_suffix", nullptr},
-                        {"fuse_unk", false},
-                        {"byte_fallback", false},
-                        {"ignore_merges", kind->ignore_merges},
-                        {"vocab", vocabulary_of(values, tokens)},
-                        {"merges", merges_of(values)}};
+  tokenizer["decoder"] = kind->byte_level ? byte_level_decoder() : marked_spaces_decoder(false);
+  tokenizer["model"] = bpe_model(vocabulary_of(values, tokens), merges_of(values));
+  tokenizer["model"]["ignore_merges"] = kind->ignore_merges;
+  if (!kind->byte_level) add_byte_fallback(values, tokens, tokenizer["model"]);
   add_template(values, tokens, kind->add_bos, tokenizer);
 }
 
@@ -268,27 +299,11 @@ void make_sentence_piece(const Metadata& values, const TokenTable& tokens, json&
   json normalizers = json::array();
   if (adds_space) normalizers.push_back({{"type", "Prepend"}, {"prepend", space}});
   normalizers.push_back({{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", space}});
-  json decoders = {{{"type", "Replace"}, {"pattern", {{"String", space}}}, {"content", " "}},
-                   {{"type", "ByteFallback"}},
-                   {{"type", "Fuse"}}};
-  if (adds_space) {
-    decoders.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
-  }
-  const auto unknown_id = special_id(values, tokens, "unknown");
   tokenizer["normalizer"] = {{"type", "Sequence"}, {"normalizers", std::move(normalizers)}};
   tokenizer["pre_tokenizer"] = nullptr;
-  tokenizer["decoder"] = {{"type", "Sequence"}, {"decoders", std::move(decoders)}};
-  tokenizer["model"] = {{"type", "BPE"},
-                        {"dropout", nullptr},
-                        {"unk_token", nullptr},
-                        {"continuing_subword_prefix", nullptr},
-                        {"end_of_word_suffix", nullptr},
-                        {"fuse_unk", true},
-                        {"byte_fallback", true},
-                        {"ignore_merges", false},
-                        {"vocab", vocabulary_of(values, tokens)},
-                        {"merges", merges_of_scores(values, tokens)}};
-  if (unknown_id) tokenizer["model"]["unk_token"] = std::string(tokens.texts[*unknown_id]);
+  tokenizer["decoder"] = marked_spaces_decoder(adds_space);
+  tokenizer["model"] = bpe_model(vocabulary_of(values, tokens), merges_of_scores(values, tokens));
+  add_byte_fallback(values, tokens, tokenizer["model"]);
   add_template(values, tokens, true, tokenizer);
 }
 
@@ -308,7 +323,15 @@ bool ends_turn(std::string_view text) {
                                                "<|return|>",
                                                "<|call|>",
                                                "<|eot|>",
-                                               "<|END_OF_TURN_TOKEN|>"};
+                                               "<|END_OF_TURN_TOKEN|>",
+                                               "<turn|>",
+                                               "<|tool_response>",
+                                               "<|flush|>",
+                                               "<|calls|>",
+                                               "<EOT>",
+                                               "[EOT]",
+                                               "[EOS]",
+                                               "[e~["};
   return std::find(std::begin(names), std::end(names), text) != std::end(names);
 }
 
@@ -325,11 +348,13 @@ std::optional<json> make_tokenizer(const GgufFile& file) {
                     {"post_processor", nullptr}};
   const std::string_view model = values.string(model_key);
   if (model == "gpt2") {
-    make_byte_level(values, tokens, tokenizer);
+    make_merging(values, tokens, values.find_string(pre_key).value_or("default"), tokenizer);
+  } else if (model == "gemma4") {
+    make_merging(values, tokens, model, tokenizer);
   } else if (model == "llama") {
     make_sentence_piece(values, tokens, tokenizer);
   } else {
-    values.fail(model_key, "'gpt2' or 'llama'", files::in_quotes(model));
+    values.fail(model_key, "'gpt2', 'llama' or 'gemma4'", files::in_quotes(model));
   }
   return tokenizer;
 }
@@ -367,11 +392,12 @@ json make_generation_config(const GgufFile& file) {
   for (const char* name : {"eos", "eot", "eom"}) {
     if (const auto id = special_id(values, tokens, name)) add(*id);
   }
-  // gpt-oss writes several parts; <|return|> or <|call|> follows the last one.
+  // gpt-oss and Solar Open write several parts; another token follows the last one.
   const auto has = [&](std::string_view text) {
     return std::find(tokens.texts.begin(), tokens.texts.end(), text) != tokens.texts.end();
   };
-  const bool has_parts = has("<|return|>") && has("<|call|>");
+  const bool has_parts =
+      (has("<|return|>") && has("<|call|>")) || (has("<|flush|>") && has("<|calls|>"));
   for (std::size_t id = 0; id < tokens.size(); ++id) {
     const std::string_view text = tokens.texts[id];
     if (tokens.type(id) != control || (has_parts && text == end_of_part)) continue;

@@ -48,8 +48,8 @@ std::optional<std::string_view> name_of_pre_tokenizer(const json& tokenizer) {
   const bool ignores = member_of(member_of(tokenizer, "model"), "ignore_merges") == true;
   for (const std::string_view name : pre_tokenizer_names()) {
     const auto kind = pre_tokenizer_kind(name);
-    if (kind && kind->ignore_merges == ignores && essence(kind->normalizer) == normalizer &&
-        essence(kind->pre_tokenizer) == pre_tokenizer) {
+    if (kind && kind->byte_level && kind->ignore_merges == ignores &&
+        essence(kind->normalizer) == normalizer && essence(kind->pre_tokenizer) == pre_tokenizer) {
       return name;
     }
   }

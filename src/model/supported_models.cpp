@@ -94,7 +94,8 @@ SupportedKind list_tokenizers() {
             std::string(random) + "; the vocabularies of Mistral"},
            {"Unigram", in_folder, std::string(random) + "; a model that sentencepiece trained"},
            {"gpt2 in GGUF", std::move(of_gguf), "the vocabulary of SmolLM2; made files"},
-           {"llama in GGUF", "SentencePiece's BPE with byte fallback", "made files"}}};
+           {"llama in GGUF", "SentencePiece's BPE with byte fallback", "made files"},
+           {"gemma4 in GGUF", "BPE over characters with byte fallback", "made files"}}};
 }
 
 SupportedKind list_chat_templates() {

@@ -6,8 +6,10 @@
 #include <cstring>
 #include <kvzap/core/types.hpp>
 #include <kvzap/model/model_config.hpp>
+#include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <vector>
 
 #include "gguf/gguf_writer.hpp"
 #include "gguf/model_file.hpp"
@@ -110,6 +112,25 @@ TEST(GgufFile, SentencePieceTokenizer) {
   EXPECT_TRUE(tokenizer["model"]["byte_fallback"].get<bool>());
   EXPECT_EQ(tokenizer["model"]["unk_token"], "<unk>");
   EXPECT_EQ(tokenizer["post_processor"]["special_tokens"]["<s>"]["ids"], json::array({1}));
+}
+
+/// Characters with merges: spaces are marks, and characters without a token are bytes.
+TEST(GgufFile, MergesOfCharacters) {
+  GgufDraft draft = small_draft();
+  draft.set("tokenizer.ggml.model", text_value("gemma4"));
+  draft.set("tokenizer.ggml.tokens", texts_value({"<bos>", "<0x0A>", "\u2581", "a", "\u2581a"}));
+  draft.set("tokenizer.ggml.token_type", i32s_value({3, 6, 1, 1, 1}));
+  draft.set("tokenizer.ggml.merges", texts_value({"\u2581 a"}));
+  TemporaryFolder folder;
+  folder.write("x.gguf", draft.bytes());
+  const Tokenizer tokenizer = Tokenizer::load(folder.path() / "x.gguf");
+  const std::vector<TokenId> ids = {0, 3, 4, 2, 1, 4};
+  EXPECT_EQ(tokenizer.encode("a a \n a", true), ids);
+  EXPECT_EQ(tokenizer.decode(ids), "a a \n a");
+
+  draft.set("tokenizer.ggml.model", text_value("gpt2"));
+  draft.set("tokenizer.ggml.pre", text_value("sarvam-moe"));
+  EXPECT_EQ(made(draft, "tokenizer.json")["post_processor"], nullptr);
 }
 
 /// Names tell which control tokens end an answer, beside the ids that the file gives.

@@ -328,7 +328,7 @@ TEST(GgufMalformed, TensorsOfExperts) {
 TEST(GgufMalformed, Tokenizers) {
   expect_messages(
       {{"kind", with("tokenizer.ggml.model", text_value("bert")),
-        "tokenizer.ggml.model: expected 'gpt2' or 'llama', found 'bert'"},
+        "tokenizer.ggml.model: expected 'gpt2', 'llama' or 'gemma4', found 'bert'"},
        {"pre-tokenizer", with("tokenizer.ggml.pre", text_value("none")),
         "tokenizer.ggml.pre: expected the name of a supported pre-tokenizer, found 'none'"},
        {"no tokens", with("tokenizer.ggml.tokens", texts_value({})),

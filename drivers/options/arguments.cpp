@@ -85,9 +85,19 @@ std::vector<std::string> values_of(const CommandLine& line) {
 
 /// Returns the files of a model or a surrogate: the parts of a GGUF file, or the files in a folder.
 std::vector<std::string> files_of(const std::string& folder) {
-  static constexpr std::string_view names[] = {
-      "config.json",           "generation_config.json", "tokenizer.json",
-      "tokenizer_config.json", "chat_template.json",     "model.safetensors.index.json"};
+  static constexpr std::string_view names[] = {"config.json",
+                                               "generation_config.json",
+                                               "tokenizer.json",
+                                               "tokenizer.model",
+                                               "tiktoken.model",
+                                               "tekken.json",
+                                               "vocab.json",
+                                               "merges.txt",
+                                               "tokenizer_config.json",
+                                               "added_tokens.json",
+                                               "special_tokens_map.json",
+                                               "chat_template.json",
+                                               "model.safetensors.index.json"};
   std::vector<std::string> files;
   if (gguf::is_gguf(folder)) {
     for (const fs::path& part : gguf::parts_of(folder)) files.push_back(part.string());

@@ -7,13 +7,13 @@
 #include <kvzap/core/types.hpp>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "files/quote.hpp"
 #include "gguf/made_files.hpp"
 #include "gguf/token_types.hpp"
+#include "gguf/tokenizer_parts.hpp"
 
 namespace kvzap::gguf {
 
@@ -23,17 +23,10 @@ namespace {
 
 constexpr std::uint64_t max_tokens = 1u << 21;
 constexpr std::uint64_t max_merges = 1u << 22;
-// Vocabularies of SentencePiece have two merges a token. A hostile one of nested tokens has
-// hundreds.
-constexpr std::size_t max_merges_per_token = 8;
-constexpr std::size_t allowed_merges = 1u << 16;  // of any vocabulary
-// Longest token for which merges are made from scores. SentencePiece's default is 16 characters.
-constexpr std::size_t max_merged_bytes = 512;
 
 constexpr const char* tokens_key = "tokenizer.ggml.tokens";
 constexpr const char* model_key = "tokenizer.ggml.model";
 constexpr const char* pre_key = "tokenizer.ggml.pre";
-constexpr const char* space = "\u2581";  // stands for a space in SentencePiece's vocabularies
 
 std::string replaced(std::string_view text, std::string_view from, std::string_view to) {
   std::string result;
@@ -108,7 +101,7 @@ std::optional<std::size_t> special_id(const Metadata& values, const TokenTable& 
 /// Returns the text of a token as it appears in a prompt.
 std::string prompt_text(const Metadata& values, const TokenTable& tokens, std::size_t id) {
   const bool has_spaces = is_sentence_piece(values) && tokens.type(id) == user_defined;
-  return has_spaces ? replaced(tokens.texts[id], space, " ") : std::string(tokens.texts[id]);
+  return has_spaces ? replaced(tokens.texts[id], space_mark, " ") : std::string(tokens.texts[id]);
 }
 
 json vocabulary_of(const Metadata& values, const TokenTable& tokens) {
@@ -143,28 +136,21 @@ json added_tokens_of(const Metadata& values, const TokenTable& tokens) {
 /// Adds the post-processor that puts special tokens around a text.
 void add_template(const Metadata& values, const TokenTable& tokens, bool bos_by_default,
                   json& tokenizer) {
-  json single = json::array(), special = json::object();
-  const auto add = [&](const char* name, bool by_default) {
+  const auto wanted = [&](const char* name, bool by_default) {
     const std::string key = fmt::format("tokenizer.ggml.add_{}_token", name);
     const auto id = special_id(values, tokens, name);
     const auto asked = values.find_flag(key);
-    if (!asked.value_or(by_default)) return;
-    if (!id) {
-      if (asked) values.fail(key, "false, as there is no such token", "true");
-      return;
+    std::vector<TemplateToken> found;
+    if (!asked.value_or(by_default)) return found;
+    if (id) {
+      found.push_back({prompt_text(values, tokens, *id), *id});
+    } else if (asked) {
+      values.fail(key, "false, as there is no such token", "true");
     }
-    const std::string text = prompt_text(values, tokens, *id);
-    single.push_back({{"SpecialToken", {{"id", text}, {"type_id", 0}}}});
-    special[text] = {{"id", text}, {"ids", {*id}}, {"tokens", {text}}};
+    return found;
   };
-  add("bos", bos_by_default);
-  single.push_back({{"Sequence", {{"id", "A"}, {"type_id", 0}}}});
-  add("eos", false);
-  if (special.empty()) return;
-  tokenizer["post_processor"] = {{"type", "TemplateProcessing"},
-                                 {"single", std::move(single)},
-                                 {"pair", json::array()},
-                                 {"special_tokens", std::move(special)}};
+  tokenizer["post_processor"] =
+      template_processing(wanted("bos", bos_by_default), wanted("eos", false));
 }
 
 json merges_of(const Metadata& values) {
@@ -183,37 +169,6 @@ json merges_of(const Metadata& values) {
     list.emplace_back(std::string(text));
   }
   return merges;
-}
-
-json byte_level_decoder() {
-  return {{"type", "ByteLevel"},
-          {"add_prefix_space", true},
-          {"trim_offsets", true},
-          {"use_regex", true}};
-}
-
-/// Decodes SentencePiece's tokens. The space before a text is removed if there is one.
-json marked_spaces_decoder(bool removes_space) {
-  json decoders = {{{"type", "Replace"}, {"pattern", {{"String", space}}}, {"content", " "}},
-                   {{"type", "ByteFallback"}},
-                   {{"type", "Fuse"}}};
-  if (removes_space) {
-    decoders.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
-  }
-  return {{"type", "Sequence"}, {"decoders", std::move(decoders)}};
-}
-
-json bpe_model(json vocabulary, json merges) {
-  return {{"type", "BPE"},
-          {"dropout", nullptr},
-          {"unk_token", nullptr},
-          {"continuing_subword_prefix", nullptr},
-          {"end_of_word_suffix", nullptr},
-          {"fuse_unk", false},
-          {"byte_fallback", false},
-          {"ignore_merges", false},
-          {"vocab", std::move(vocabulary)},
-          {"merges", std::move(merges)}};
 }
 
 /// Makes characters without a token those of their bytes, or the unknown one.
@@ -246,59 +201,27 @@ json merges_of_scores(const Metadata& values, const TokenTable& tokens) {
   constexpr const char* key = "tokenizer.ggml.scores";
   const auto scores = values.find_floats(key, tokens.size());
   if (!scores) values.fail(key, "an array of numbers", "none");
-  std::unordered_map<std::string_view, std::size_t> ids;
-  ids.reserve(tokens.size());
+  std::vector<std::string_view> normal_texts = tokens.texts;
   for (std::size_t id = 0; id < tokens.size(); ++id) {
-    if (tokens.type(id) == normal) ids.emplace(tokens.texts[id], id);
+    if (tokens.type(id) != normal) normal_texts[id] = {};
   }
-  struct Merge {
-    float score;
-    std::size_t left_characters, right_characters;
-    std::size_t left, right;
-  };
-  const auto characters = [](std::string_view text) {
-    return static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) {
-      return (static_cast<unsigned char>(c) & 0xC0u) != 0x80u;
-    }));
-  };
-  const std::size_t most =
-      std::min<std::size_t>(max_merges, allowed_merges + max_merges_per_token * tokens.size());
-  std::vector<Merge> merges;
-  for (std::size_t id = 0; id < tokens.size(); ++id) {
-    const std::string_view text = tokens.texts[id];
-    if (tokens.type(id) != normal || text.size() > max_merged_bytes) continue;
-    const std::size_t first = merges.size();
-    for (std::size_t i = 1; i < text.size(); ++i) {
-      const auto left = ids.find(text.substr(0, i));
-      const auto right = left == ids.end() ? ids.end() : ids.find(text.substr(i));
-      if (right == ids.end()) continue;
-      if (merges.size() >= most) {
-        values.fail(tokens_key, fmt::format("at most {} merges of tokens", most), "more");
-      }
-      merges.push_back({(*scores)[id], characters(text.substr(0, i)), characters(text.substr(i)),
-                        left->second, right->second});
-    }
-    std::sort(merges.begin() + static_cast<std::ptrdiff_t>(first), merges.end(),
-              [](const Merge& a, const Merge& b) {
-                return std::pair(a.left, a.right) < std::pair(b.left, b.right);
-              });
-  }
-  std::stable_sort(merges.begin(), merges.end(), [](const Merge& a, const Merge& b) {
-    return std::tuple(a.score, a.left_characters, a.right_characters) >
-           std::tuple(b.score, b.left_characters, b.right_characters);
+  std::vector<TokenMerge> merges = all_merges(normal_texts, [&](std::size_t most) {
+    values.fail(tokens_key, fmt::format("at most {} merges of tokens", most), "more");
   });
-  json list = json::array();
-  for (const Merge& merge : merges) {
-    list.push_back({std::string(tokens.texts[merge.left]), std::string(tokens.texts[merge.right])});
-  }
-  return list;
+  const auto order = [&](const TokenMerge& merge) {
+    return std::tuple((*scores)[merge.token], characters_of(tokens.texts[merge.left]),
+                      characters_of(tokens.texts[merge.right]));
+  };
+  std::stable_sort(merges.begin(), merges.end(),
+                   [&](const TokenMerge& a, const TokenMerge& b) { return order(a) > order(b); });
+  return pairs_of(merges, tokens.texts);
 }
 
 void make_sentence_piece(const Metadata& values, const TokenTable& tokens, json& tokenizer) {
   const bool adds_space = values.find_flag("tokenizer.ggml.add_space_prefix").value_or(true);
   json normalizers = json::array();
-  if (adds_space) normalizers.push_back({{"type", "Prepend"}, {"prepend", space}});
-  normalizers.push_back({{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", space}});
+  if (adds_space) normalizers.push_back({{"type", "Prepend"}, {"prepend", space_mark}});
+  normalizers.push_back(replace_text(" ", space_mark));
   tokenizer["normalizer"] = {{"type", "Sequence"}, {"normalizers", std::move(normalizers)}};
   tokenizer["pre_tokenizer"] = nullptr;
   tokenizer["decoder"] = marked_spaces_decoder(adds_space);
@@ -372,7 +295,12 @@ std::optional<json> make_tokenizer_config(const GgufFile& file) {
       config[fmt::format("{}_token", short_name)] = prompt_text(values, tokens, *id);
     }
   }
-  if (const auto text = values.find_string("tokenizer.chat_template")) {
+  const auto text = values.find_string("tokenizer.chat_template");
+  const auto tool_use = values.find_string("tokenizer.chat_template.tool_use");
+  if (text && tool_use) {
+    config["chat_template"] = {{{"name", "default"}, {"template", std::string(*text)}},
+                               {{"name", "tool_use"}, {"template", std::string(*tool_use)}}};
+  } else if (text) {
     config["chat_template"] = std::string(*text);
   }
   return config;

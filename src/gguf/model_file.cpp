@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "files/json_file.hpp"
+#include "gguf/folder_tokenizer.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/made_files.hpp"
 
@@ -65,7 +66,12 @@ std::optional<ModelFile> read_model_file(const fs::path& model, std::string_view
     return ModelFile{*std::move(content), where};
   }
   std::error_code ignored;
-  if (!fs::exists(model / name, ignored)) return std::nullopt;
+  if (!fs::exists(model / name, ignored)) {
+    const auto file = name == "tokenizer.json" ? vocabulary_file(model) : std::nullopt;
+    if (!file) return std::nullopt;
+    return ModelFile{make_folder_tokenizer(*file),
+                     fmt::format("{} (tokenizer.json)", file->string())};
+  }
   std::string text = files::read_text_file(model / name, max_bytes);
   if (name == "config.json") quote_infinity(text);
   return ModelFile{files::parse_json(text, where), where};
@@ -82,7 +88,10 @@ std::optional<ModelFile> read_model_object(const fs::path& model, std::string_vi
 
 bool has_model_file(const fs::path& model, std::string_view name) {
   std::error_code ignored;
-  if (!is_gguf(model)) return fs::is_regular_file(model / name, ignored);
+  if (!is_gguf(model)) {
+    return fs::is_regular_file(model / name, ignored) ||
+           (name == "tokenizer.json" && vocabulary_file(model));
+  }
   if (!fs::exists(model, ignored)) return false;
   if (name == "config.json" || name == "generation_config.json") return true;
   return (name == "tokenizer.json" || name == "tokenizer_config.json") &&

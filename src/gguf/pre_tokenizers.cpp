@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "gguf/made_files.hpp"
+#include "gguf/tokenizer_parts.hpp"
 
 namespace kvzap::gguf {
 
@@ -67,63 +68,45 @@ constexpr const char* afmoe_scripts =
     "\u0E80-\u0EFF\u1780-\u17FF\u1000-\u109F\uAA60-\uAA7F\uA9E0-\uA9FF\uAC00-\uD7AF\u1100-\u11FF]+";
 constexpr const char* bloom_words = " ?[^(\\s|[.,!?…。，、।۔،])]+";
 
-json split(const char* pattern) {
-  return {{"type", "Split"},
-          {"pattern", {{"Regex", pattern}}},
-          {"behavior", "Isolated"},
-          {"invert", false}};
-}
-
 json digits(bool individual) { return {{"type", "Digits"}, {"individual_digits", individual}}; }
-
-json byte_level(bool use_regex) {
-  return {{"type", "ByteLevel"},
-          {"add_prefix_space", false},
-          {"trim_offsets", true},
-          {"use_regex", use_regex}};
-}
-
-json sequence(json members) {
-  return {{"type", "Sequence"}, {"pretokenizers", std::move(members)}};
-}
 
 /// Splits by the patterns, one after the other.
 json splits(std::initializer_list<const char*> patterns) {
   json members = json::array();
-  for (const char* pattern : patterns) members.push_back(split(pattern));
+  for (const char* pattern : patterns) members.push_back(split_at(pattern));
   members.push_back(byte_level(false));
-  return sequence(std::move(members));
+  return sequence_of_pre_tokenizers(std::move(members));
 }
 
 json deepseek(const char* letters, const char* punctuation, bool splits_final_space) {
-  json members = {split("[\r\n]"), split(letters), split(punctuation)};
-  if (splits_final_space) members.push_back(split(R"(\s+$)"));
-  members.push_back(split("[一-龥ࠀ-一가-퟿]+"));
+  json members = {split_at("[\r\n]"), split_at(letters), split_at(punctuation)};
+  if (splits_final_space) members.push_back(split_at(R"(\s+$)"));
+  members.push_back(split_at("[一-龥ࠀ-一가-퟿]+"));
   members.push_back(digits(true));
   members.push_back(byte_level(false));
-  return sequence(std::move(members));
+  return sequence_of_pre_tokenizers(std::move(members));
 }
 
 json falcon() {
-  return sequence({{{"type", "Punctuation"}, {"behavior", "Contiguous"}},
-                   byte_level(true),
-                   digits(false),
-                   split("[0-9][0-9][0-9]")});
+  return sequence_of_pre_tokenizers({{{"type", "Punctuation"}, {"behavior", "Contiguous"}},
+                                     byte_level(true),
+                                     digits(false),
+                                     split_at("[0-9][0-9][0-9]")});
 }
 
 json chameleon() {
-  return sequence({split("<sentinel:[0-9]+>"),
-                   split("(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z"),
-                   split("([\\t\\n]|    |  )"),
-                   digits(true),
-                   {{"type", "Punctuation"}, {"behavior", "Isolated"}},
-                   byte_level(true)});
+  return sequence_of_pre_tokenizers({split_at("<sentinel:[0-9]+>"),
+                                     split_at("(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z"),
+                                     split_at("([\\t\\n]|    |  )"),
+                                     digits(true),
+                                     {{"type", "Punctuation"}, {"behavior", "Isolated"}},
+                                     byte_level(true)});
 }
 
 /// SentencePiece's marks in place of spaces, and no splits.
 PreTokenizerKind marked_spaces(bool add_bos) {
   PreTokenizerKind kind;
-  kind.normalizer = {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", "\u2581"}};
+  kind.normalizer = replace_text(" ", space_mark);
   kind.add_bos = add_bos;
   kind.byte_level = false;
   return kind;
@@ -144,8 +127,8 @@ std::vector<NamedKinds> make_table() {
        {nullptr, byte_level(true)}},
       {{"mpt", "olmo"}, {nfc, byte_level(true)}},
       {{"smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"},
-       {nullptr, sequence({digits(true), byte_level(true)})}},
-      {{"command-r"}, {nfc, sequence({digits(true), byte_level(true)})}},
+       {nullptr, sequence_of_pre_tokenizers({digits(true), byte_level(true)})}},
+      {{"command-r"}, {nfc, sequence_of_pre_tokenizers({digits(true), byte_level(true)})}},
       {{"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"},
        {nullptr, splits({llama3_words}), true, true}},
       {{"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}, {nullptr, splits({llama3_words})}},
@@ -170,7 +153,9 @@ std::vector<NamedKinds> make_table() {
       {{"bailingmoe", "bailingmoe2", "llada-moe"}, {nullptr, splits({bailing_words})}},
       {{"superbpe"}, {nullptr, splits({R"(\p{N}+)", R"((?=(\d{3})+(?!\d)))"})}},
       {{"poro-chat", "bloom", "gpt3-finnish"}, {nullptr, splits({bloom_words})}},
-      {{"viking"}, {nullptr, sequence({split(bloom_words), digits(true), byte_level(false)})}},
+      {{"viking"},
+       {nullptr,
+        sequence_of_pre_tokenizers({split_at(bloom_words), digits(true), byte_level(false)})}},
       {{"chameleon"}, {nullptr, chameleon(), false, true}},
       {{"falcon"}, {nullptr, falcon()}},
       {{"gemma4"}, marked_spaces(true)},

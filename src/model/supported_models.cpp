@@ -86,16 +86,24 @@ SupportedKind list_tokenizers() {
   constexpr const char* random = "random files and texts of each kind, as tokenizers 0.23";
   std::string of_gguf =
       fmt::format("tokenizer.ggml.pre: {}", fmt::join(gguf::pre_tokenizer_names(), ", "));
-  return {"tokenizers",
-          "Tokenizers",
-          {{"BPE over bytes", in_folder,
-            std::string(random) + "; the vocabularies of SmolLM2 and Tekken"},
-           {"BPE over characters", "tokenizer.json; byte fallback or an unknown token",
-            std::string(random) + "; the vocabularies of Mistral"},
-           {"Unigram", in_folder, std::string(random) + "; a model that sentencepiece trained"},
-           {"gpt2 in GGUF", std::move(of_gguf), "the vocabulary of SmolLM2; made files"},
-           {"llama in GGUF", "SentencePiece's BPE with byte fallback", "made files"},
-           {"gemma4 in GGUF", "BPE over characters with byte fallback", "made files"}}};
+  return {
+      "tokenizers",
+      "Tokenizers",
+      {{"BPE over bytes", in_folder,
+        std::string(random) + "; the vocabularies of SmolLM2 and Tekken"},
+       {"BPE over characters", "tokenizer.json; byte fallback or an unknown token",
+        std::string(random) + "; the vocabularies of Mistral"},
+       {"Unigram", in_folder, std::string(random) + "; a model that sentencepiece trained"},
+       {"WordPiece, WordLevel", in_folder, random},
+       {"tekken.json, tiktoken", "folders without tokenizer.json",
+        "the vocabularies of Mistral, as transformers 5.24"},
+       {"tokenizer.model", "SentencePiece's BPE and Unigram",
+        "the vocabularies of Mistral and models that sentencepiece trained, as transformers 5.24"},
+       {"vocab.json, merges.txt", "GPT-2, OPT, Phi, GPT-NeoX, Qwen2",
+        "made files, as transformers 5.24"},
+       {"gpt2 in GGUF", std::move(of_gguf), "the vocabulary of SmolLM2; made files"},
+       {"llama in GGUF", "SentencePiece's BPE with byte fallback", "made files"},
+       {"gemma4 in GGUF", "BPE over characters with byte fallback", "made files"}}};
 }
 
 SupportedKind list_chat_templates() {

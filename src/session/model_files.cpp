@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "files/fnv.hpp"
+#include "gguf/folder_tokenizer.hpp"
 #include "gguf/gguf_file.hpp"
 #include "gguf/model_file.hpp"
 #include "model/gguf_metadata.hpp"
@@ -79,6 +80,14 @@ std::string hash_of_parts(const fs::path& model, const std::vector<const char*>&
     std::transform(names.begin(), names.end(), files.begin(),
                    [&](const char* name) { return model / name; });
     std::error_code ignored;
+    const auto tokenizer = std::find(files.begin(), files.end(), model / "tokenizer.json");
+    if (tokenizer != files.end() && !fs::is_regular_file(*tokenizer, ignored)) {
+      // Without it, these make the tokenizer.
+      if (const auto vocabulary = gguf::vocabulary_file(model)) *tokenizer = *vocabulary;
+      for (const char* name : {"merges.txt", "added_tokens.json", "special_tokens_map.json"}) {
+        files.push_back(model / name);
+      }
+    }
     const bool has_any = std::any_of(files.begin(), files.end(), [&](const fs::path& file) {
       return fs::is_regular_file(file, ignored);
     });

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "text/byte_alphabet.hpp"
+#include "files/byte_alphabet.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::text {
@@ -55,7 +55,7 @@ class Bpe::Word {
   bool m_fuse_unknown;
 };
 
-Bpe::Bpe(const JsonField& model, nlohmann::json vocab, nlohmann::json merges)
+Bpe::Bpe(const JsonField& model, const nlohmann::json& vocab, nlohmann::json merges)
     : m_where(model.member("unk_token").where()),
       m_prefix(optional_string(model.member("continuing_subword_prefix"))),
       m_suffix(optional_string(model.member("end_of_word_suffix"))),
@@ -68,23 +68,14 @@ Bpe::Bpe(const JsonField& model, nlohmann::json vocab, nlohmann::json merges)
   }
   const JsonField unknown = model.member("unk_token");
   if (!unknown.is_null()) m_unknown_token = unknown.string();
-  read_vocabulary(std::move(vocab), model);
+  read_vocabulary(vocab, model);
   read_merges(std::move(merges), model);
 }
 
-void Bpe::read_vocabulary(nlohmann::json vocab, const JsonField& model) {
-  const JsonField field = model.named(vocab, "vocab");
-  if (!vocab.is_object() || vocab.empty()) field.fail("an object of tokens and their ids");
-  const auto& members = vocab.get_ref<const nlohmann::json::object_t&>();
-  m_vocabulary = Vocabulary(members.size());
-  for (const auto& [token, id] : members) {
-    const JsonField value = field.named(id, token);
-    if (!m_vocabulary.insert(token, value.token_id())) {
-      value.fail("an id that no other token has");
-    }
-  }
+void Bpe::read_vocabulary(const nlohmann::json& vocab, const JsonField& model) {
+  m_vocabulary = text::read_vocabulary(vocab, model);
   for (int byte = 0; byte < 256; ++byte) {
-    m_alphabet_ids[byte] = find(byte_alphabet().of_byte[byte]);
+    m_alphabet_ids[byte] = find(files::byte_alphabet().of_byte[byte]);
     if (m_byte_fallback) m_fallback_ids[byte] = find(byte_token(static_cast<unsigned char>(byte)));
   }
   if (m_unknown_token) m_unknown_id = find(*m_unknown_token);
@@ -174,10 +165,7 @@ void Bpe::encode(std::string_view piece, std::vector<TokenId>& ids) const {
 
 void Bpe::encode_bytes(std::string_view piece, std::vector<TokenId>& ids) const {
   if (m_ignore_merges) {
-    std::string token;
-    for (const char byte : piece)
-      token += byte_alphabet().of_byte[static_cast<unsigned char>(byte)];
-    if (append_whole(token, ids)) return;
+    if (append_whole(files::byte_alphabet().encode(piece), ids)) return;
   }
   Word word(m_fuse_unknown);
   word.reserve(piece.size());
@@ -186,7 +174,7 @@ void Bpe::encode_bytes(std::string_view piece, std::vector<TokenId>& ids) const 
     if (m_alphabet_ids[byte]) {
       word.append(*m_alphabet_ids[byte]);
     } else {
-      append_symbol(word, byte_alphabet().of_byte[byte]);
+      append_symbol(word, files::byte_alphabet().of_byte[byte]);
     }
   }
   std::vector<TokenId> symbols = word.finish();

@@ -21,7 +21,7 @@ namespace kvzap::text {
 /// token for unknown characters, or nothing.
 class Bpe : public TokenModel {
  public:
-  Bpe(const files::JsonField& model, nlohmann::json vocab, nlohmann::json merges);
+  Bpe(const files::JsonField& model, const nlohmann::json& vocab, nlohmann::json merges);
 
   void encode(std::string_view piece, std::vector<TokenId>& ids) const override;
   bool takes_bytes() const override { return m_prefix.empty() && m_suffix.empty(); }
@@ -35,7 +35,7 @@ class Bpe : public TokenModel {
  private:
   class Word;
 
-  void read_vocabulary(nlohmann::json vocab, const files::JsonField& model);
+  void read_vocabulary(const nlohmann::json& vocab, const files::JsonField& model);
   void read_merges(nlohmann::json list, const files::JsonField& model);
   void append_symbol(Word& word, const std::string& character) const;
   bool append_whole(std::string_view piece, std::vector<TokenId>& ids) const;

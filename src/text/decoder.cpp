@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-#include "text/byte_alphabet.hpp"
+#include "files/byte_alphabet.hpp"
 #include "text/json_parts.hpp"
 #include "text/pattern.hpp"
 #include "text/utf8.hpp"
@@ -49,7 +49,7 @@ class ByteLevelStep : public WholeTokenStep {
  private:
   void append_token(const std::string& token, State& state,
                     std::vector<TokenPart>& result) const override {
-    byte_alphabet().decode(token, state.held);
+    files::byte_alphabet().decode(token, state.held);
     result.push_back({{}, false});
     state.held.erase(0, append_lossy(result.back().text, state.held, false));
   }
@@ -212,6 +212,80 @@ class MetaspaceStep : public DecodingStep {
   bool m_prepends;
 };
 
+/// Joins the parts of words of WordPiece, and removes spaces before punctuation.
+class WordPieceStep : public WholeTokenStep {
+ public:
+  explicit WordPieceStep(const JsonField& field)
+      : m_prefix(field.member("prefix").string()),
+        m_cleans(field.member("cleanup").boolean(true)) {}
+
+ private:
+  // state.count: 0 in the first token.
+  void append_token(const std::string& token, State& state,
+                    std::vector<TokenPart>& result) const override {
+    std::string text = token;
+    if (state.count > 0 && token.compare(0, m_prefix.size(), m_prefix) == 0) {
+      text.erase(0, m_prefix.size());
+    } else if (state.count > 0) {
+      text.insert(0, " ");
+    }
+    state.count = 1;
+    result.push_back({m_cleans ? cleaned(std::move(text)) : std::move(text), true});
+  }
+
+  static std::string cleaned(std::string text) {
+    static constexpr std::pair<std::string_view, std::string_view> replaced[] = {
+        {" .", "."},   {" ?", "?"},     {" !", "!"},    {" ,", ","},
+        {" ' ", "'"},  {" n't", "n't"}, {" 'm", "'m"},  {" do not", " don't"},
+        {" 's", "'s"}, {" 've", "'ve"}, {" 're", "'re"}};
+    for (const auto& [from, to] : replaced) {
+      for (std::size_t found = 0; (found = text.find(from, found)) != text.npos;
+           found += to.size()) {
+        text.replace(found, from.size(), to);
+      }
+    }
+    return text;
+  }
+
+  std::string m_prefix;
+  bool m_cleans;
+};
+
+/// Turns each mark of a word's end into a space, but not that of the last token.
+class WordEndStep : public WholeTokenStep {
+ public:
+  explicit WordEndStep(const JsonField& field) : m_suffix(field.member("suffix").string()) {
+    if (m_suffix.empty()) field.member("suffix").fail("a text that is not empty");
+  }
+
+  // state.held: the last token. state.count: 0 before the first.
+  void finish(State& state, std::vector<TokenPart>& result) const override {
+    if (state.count > 0) result.push_back({replaced(state.held, ""), true});
+    state.held.clear();
+    state.count = 0;
+  }
+
+ private:
+  void append_token(const std::string& token, State& state,
+                    std::vector<TokenPart>& result) const override {
+    if (state.count > 0) result.push_back({replaced(state.held, " "), true});
+    state.held = token;
+    state.count = 1;
+  }
+
+  std::string replaced(const std::string& token, std::string_view content) const {
+    std::string text;
+    std::size_t begin = 0;
+    for (std::size_t found; (found = token.find(m_suffix, begin)) != token.npos;
+         begin = found + m_suffix.size()) {
+      text.append(token, begin, found - begin).append(content);
+    }
+    return text.append(token, begin);
+  }
+
+  std::string m_suffix;
+};
+
 /// Inserts a space between tokens, in files without a decoder.
 class SpaceStep : public DecodingStep {
  public:
@@ -238,7 +312,8 @@ const std::map<std::string, DecoderReader>& decoder_readers() {
   static const std::map<std::string, DecoderReader> by_type = {
       {"ByteLevel", make_step<ByteLevelStep>}, {"ByteFallback", make_step<ByteFallbackStep>},
       {"Fuse", make_step<FuseStep>},           {"Strip", read_step<StripStep>},
-      {"Replace", read_step<ReplaceStep>},     {"Metaspace", read_step<MetaspaceStep>}};
+      {"Replace", read_step<ReplaceStep>},     {"Metaspace", read_step<MetaspaceStep>},
+      {"WordPiece", read_step<WordPieceStep>}, {"BPEDecoder", read_step<WordEndStep>}};
   return by_type;
 }
 

@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "text/byte_alphabet.hpp"
+#include "files/byte_alphabet.hpp"
 #include "text/json_parts.hpp"
 #include "text/pattern.hpp"
 #include "text/precompiled_normalizer.hpp"
@@ -125,21 +125,84 @@ class Strip : public Normalizer {
   bool m_left, m_right;
 };
 
-std::string without_marks(std::string_view text) {
+/// Rewrites each character: `append(c, bytes, result)` appends what replaces it.
+template <class Append>
+std::string rewritten(std::string_view text, Append append) {
   std::string result;
   for (std::size_t position = 0; position < text.size();) {
     const auto [c, length] = first_character(text.substr(position));
-    if (!is_mark(c)) result.append(text.substr(position, length));
+    append(c, text.substr(position, length), result);
     position += length;
   }
   return result;
 }
 
-std::string in_byte_alphabet(std::string_view text) {
-  std::string result;
-  for (const char byte : text) result += byte_alphabet().of_byte[static_cast<unsigned char>(byte)];
-  return result;
+std::string without_marks(std::string_view text) {
+  return rewritten(text, [](utf8proc_int32_t c, std::string_view bytes, std::string& out) {
+    if (!is_mark(c)) out += bytes;
+  });
 }
+
+bool is_chinese(utf8proc_int32_t c) {
+  return (c >= 0x4E00 && c <= 0x9FFF) || (c >= 0x3400 && c <= 0x4DBF) ||
+         (c >= 0x20000 && c <= 0x2A6DF) || (c >= 0x2A700 && c <= 0x2B81F) ||
+         (c >= 0x2B920 && c <= 0x2CEAF) || (c >= 0xF900 && c <= 0xFAFF) ||
+         (c >= 0x2F800 && c <= 0x2FA1F);
+}
+
+/// The normalizer of BERT's vocabularies.
+class Bert {
+ public:
+  explicit Bert(const JsonField& field)
+      : m_cleans(field.member("clean_text").boolean(true)),
+        m_separates(field.member("handle_chinese_chars").boolean(true)),
+        m_lowercases(field.member("lowercase").boolean(true)),
+        m_strips(field.member("strip_accents").boolean(m_lowercases)) {}
+
+  std::string operator()(std::string_view text) const {
+    std::string result(text);
+    if (m_cleans) {
+      result = rewritten(result, [](utf8proc_int32_t c, std::string_view bytes, std::string& out) {
+        const bool is_blank = c == '\t' || c == '\n' || c == '\r';
+        if (c == 0 || c == 0xFFFD || (!is_blank && is_control(c))) return;
+        out += is_white_space(c) ? " " : bytes;
+      });
+    }
+    if (m_separates) {
+      result = rewritten(result, [](utf8proc_int32_t c, std::string_view bytes, std::string& out) {
+        const std::string_view space = is_chinese(c) ? " " : "";
+        out.append(space).append(bytes).append(space);
+      });
+    }
+    if (m_strips) {
+      result = rewritten(normalize(result, NormalForm::d),
+                         [](utf8proc_int32_t c, std::string_view bytes, std::string& out) {
+                           if (utf8proc_category(c) != UTF8PROC_CATEGORY_MN) out += bytes;
+                         });
+    }
+    return m_lowercases ? lowercase(result) : result;
+  }
+
+ private:
+  bool m_cleans, m_separates, m_lowercases, m_strips;
+};
+
+std::unique_ptr<Normalizer> read_bert(const JsonField& field) { return local(Bert(field)); }
+
+/// SentencePiece's rule nmt without its normal form.
+std::string without_controls(std::string_view text) {
+  return rewritten(text, [](utf8proc_int32_t c, std::string_view bytes, std::string& out) {
+    if (c == 0x09 || c == 0x0A || c == 0x0C || c == 0x0D || c == 0x1680 ||
+        (c >= 0x200B && c <= 0x200F) || c == 0x2028 || c == 0x2029 || c == 0x2581 || c == 0xFEFF ||
+        c == 0xFFFD) {
+      out += ' ';
+    } else if (!((c >= 0x01 && c <= 0x1F) || c == 0x7F || c == 0x8F || c == 0x9F)) {
+      out += bytes;
+    }
+  });
+}
+
+std::string in_byte_alphabet(std::string_view text) { return files::byte_alphabet().encode(text); }
 
 using NormalizerReader = std::unique_ptr<Normalizer> (*)(const JsonField& field);
 
@@ -171,6 +234,8 @@ const std::map<std::string, NormalizerReader>& normalizer_readers() {
       {"Lowercase", read_rewrite<lowercase>},
       {"StripAccents", read_rewrite<without_marks>},
       {"ByteLevel", read_rewrite<in_byte_alphabet>},
+      {"Nmt", read_rewrite<without_controls>},
+      {"BertNormalizer", read_bert},
       {"Prepend", read_normalizer<Prepend>},
       {"Replace", read_normalizer<Replace>},
       {"Strip", read_normalizer<Strip>},

@@ -103,6 +103,11 @@ class PatternTranslator {
         return replace(2, "\\P{Nd}");
       case 'v':  // the vertical tab; in PCRE2, \v is a class
         return replace(2, "\\x{b}");
+      case 'A':
+      case 'z':
+      case 'Z':
+        if (in_class) refuse(fmt::format("\\{} in a class", c));
+        return copy(2);
       case 'p':
       case 'P':
         return property();

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include "text/byte_alphabet.hpp"
+#include "files/byte_alphabet.hpp"
 #include "text/json_parts.hpp"
 #include "text/pattern.hpp"
 #include "text/splitter.hpp"
@@ -66,7 +66,7 @@ class ByteLevel : public PreTokenizer {
       std::size_t from_first = 0;
       for (std::size_t i = 0; i < piece.text.size(); ++i) {
         if (i == piece.from_first) from_first = buffer.size() - begin;
-        buffer += byte_alphabet().of_byte[static_cast<unsigned char>(piece.text[i])];
+        buffer += files::byte_alphabet().of_byte[static_cast<unsigned char>(piece.text[i])];
       }
       return piece.from_first < piece.text.size() ? from_first : buffer.size() - begin;
     });
@@ -116,6 +116,29 @@ class Metaspace : public PreTokenizer {
   std::optional<Splitter> m_splitter;
 };
 
+/// Splits after every so many characters.
+class FixedLength : public PreTokenizer {
+ public:
+  explicit FixedLength(std::size_t length) : m_length(length) {}
+
+  void apply(std::vector<TextPiece>& pieces, RewrittenText& /*text*/) const override {
+    std::vector<TextPiece> parts;
+    for (const TextPiece& piece : pieces) {
+      std::size_t begin = 0, characters = 0;
+      for (std::size_t end = 0; end < piece.text.size();) {
+        end += first_character(piece.text.substr(end)).second;
+        if (++characters % m_length != 0 && end < piece.text.size()) continue;
+        parts.push_back(piece.part(begin, end));
+        begin = end;
+      }
+    }
+    pieces.swap(parts);
+  }
+
+ private:
+  std::size_t m_length;
+};
+
 std::unique_ptr<PreTokenizer> character_split(CharacterMatcher::Kind kind, SplitBehavior behavior) {
   return std::make_unique<Split>(
       Splitter(std::make_unique<CharacterMatcher>(kind), behavior, false));
@@ -138,6 +161,10 @@ std::unique_ptr<PreTokenizer> read_split(const JsonField& field, const std::stri
     return character_split(is_punctuation,
                            behavior.is_null() ? SplitBehavior::isolated : split_behavior(behavior));
   }
+  if (name == "FixedLength") {
+    return std::make_unique<FixedLength>(
+        static_cast<std::size_t>(field.member("length").integer(1, 1 << 30)));
+  }
   if (name == "WhitespaceSplit") return character_split(is_white_space, SplitBehavior::removed);
   if (name == "Whitespace") {
     return std::make_unique<Split>(
@@ -150,8 +177,8 @@ std::unique_ptr<PreTokenizer> read_split(const JsonField& field, const std::stri
         SplitBehavior::removed, false));
   }
   field.member("type").fail(
-      "Split, Digits, Punctuation, Whitespace, WhitespaceSplit, CharDelimiterSplit, Metaspace, "
-      "ByteLevel or a Sequence of these");
+      "Split, Digits, Punctuation, Whitespace, WhitespaceSplit, CharDelimiterSplit, FixedLength, "
+      "BertPreTokenizer, Metaspace, ByteLevel or a Sequence of these");
 }
 
 }  // namespace
@@ -163,6 +190,9 @@ void PreTokenizers::read(const JsonField& field, bool bytes_wanted) {
     if (name == "ByteLevel") {
       m_gives_bytes = bytes_wanted && i + 1 == parts.size();
       m_steps.push_back(std::make_unique<ByteLevel>(parts[i], m_gives_bytes));
+    } else if (name == "BertPreTokenizer") {
+      m_steps.push_back(character_split(is_white_space, SplitBehavior::removed));
+      m_steps.push_back(character_split(is_punctuation, SplitBehavior::isolated));
     } else if (name == "Metaspace") {
       m_steps.push_back(std::make_unique<Metaspace>(parts[i]));
     } else {

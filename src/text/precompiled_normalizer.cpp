@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "files/base64.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::text {
@@ -23,28 +24,6 @@ struct TrieUnit {
   std::uint32_t offset() const { return bits >> 10 << ((bits & 0x200) >> 6); }
 };
 
-std::string from_base64(const files::JsonField& field) {
-  std::string_view text = field.string();
-  while (!text.empty() && text.back() == '=') text.remove_suffix(1);
-  std::string bytes;
-  bytes.reserve(text.size() / 4 * 3 + 2);
-  std::uint32_t bits = 0;
-  int count = 0;
-  for (const char c : text) {
-    const std::size_t digit =
-        std::string_view("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")
-            .find(c);
-    if (digit == std::string_view::npos) field.fail("a text in base64");
-    bits = bits << 6 | static_cast<std::uint32_t>(digit);
-    count += 6;
-    if (count >= 8) {
-      count -= 8;
-      bytes.push_back(static_cast<char>(bits >> count & 0xFF));
-    }
-  }
-  return bytes;
-}
-
 std::uint32_t little_endian(std::string_view bytes, std::size_t position) {
   std::uint32_t result = 0;
   for (std::size_t i = 4; i-- > 0;) {
@@ -56,7 +35,9 @@ std::uint32_t little_endian(std::string_view bytes, std::size_t position) {
 }  // namespace
 
 PrecompiledNormalizer::PrecompiledNormalizer(const files::JsonField& charsmap) {
-  const std::string bytes = from_base64(charsmap);
+  const auto decoded = files::from_base64(charsmap.string());
+  if (!decoded) charsmap.fail("a text in base64");
+  const std::string& bytes = *decoded;
   if (bytes.size() < 4) charsmap.fail("a table of normalized characters");
   const std::size_t trie_bytes = little_endian(bytes, 0);
   if (trie_bytes % 4 != 0 || trie_bytes == 0 || trie_bytes > bytes.size() - 4) {

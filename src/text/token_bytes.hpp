@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "text/byte_alphabet.hpp"
+#include "files/byte_alphabet.hpp"
 
 namespace kvzap::text {
 
@@ -24,7 +24,7 @@ class TokenBytes {
     m_ends.reserve(ids + 1);
     for (std::size_t id = 0; id < ids; ++id) {
       if (const auto text = text_of(static_cast<TokenId>(id))) {
-        byte_alphabet().decode(*text, m_bytes);
+        files::byte_alphabet().decode(*text, m_bytes);
       }
       m_ends.push_back(m_bytes.size());
     }

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "text/byte_alphabet.hpp"
+#include "files/byte_alphabet.hpp"
 
 namespace kvzap {
 
@@ -41,7 +41,7 @@ std::string_view Tokenizer::Data::decoded_bytes(TokenId id, bool skip_special_to
   if (skip_special_tokens && may_be_added[filter_place(id)] && special.count(id) != 0) return {};
   if (token_bytes.has(id)) return token_bytes[id];
   memory.clear();
-  if (const auto token = decoded_token(id, false)) text::byte_alphabet().decode(*token, memory);
+  if (const auto token = decoded_token(id, false)) files::byte_alphabet().decode(*token, memory);
   return memory;
 }
 

@@ -231,6 +231,12 @@ bool is_punctuation(utf8proc_int32_t c) {
   return category >= UTF8PROC_CATEGORY_PC && category <= UTF8PROC_CATEGORY_PO;
 }
 
+bool is_control(utf8proc_int32_t c) {
+  const auto category = utf8proc_category(c);
+  return category == UTF8PROC_CATEGORY_CC || category == UTF8PROC_CATEGORY_CF ||
+         category == UTF8PROC_CATEGORY_CO;
+}
+
 bool is_mark(utf8proc_int32_t c) {
   const auto category = utf8proc_category(c);
   return category >= UTF8PROC_CATEGORY_MN && category <= UTF8PROC_CATEGORY_ME;

@@ -34,6 +34,9 @@ bool is_numeric(utf8proc_int32_t c);
 /// Unicode's categories P (punctuation), and the symbols of ASCII.
 bool is_punctuation(utf8proc_int32_t c);
 
+/// Unicode's categories Cc, Cf and Co (control, format, private use).
+bool is_control(utf8proc_int32_t c);
+
 /// Unicode's categories M (marks).
 bool is_mark(utf8proc_int32_t c);
 

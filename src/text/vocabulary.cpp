@@ -60,4 +60,16 @@ std::optional<std::string_view> Vocabulary::text(TokenId id) const {
   return text_of(m_tokens[place - 1]);
 }
 
+Vocabulary read_vocabulary(const nlohmann::json& vocab, const files::JsonField& model) {
+  const files::JsonField field = model.named(vocab, "vocab");
+  if (!vocab.is_object() || vocab.empty()) field.fail("an object of tokens and their ids");
+  const auto& members = vocab.get_ref<const nlohmann::json::object_t&>();
+  Vocabulary vocabulary(members.size());
+  for (const auto& [token, id] : members) {
+    const files::JsonField value = field.named(id, token);
+    if (!vocabulary.insert(token, value.token_id())) value.fail("an id that no other token has");
+  }
+  return vocabulary;
+}
+
 }  // namespace kvzap::text

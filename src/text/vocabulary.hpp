@@ -4,11 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <kvzap/core/types.hpp>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+
+#include "files/json_field.hpp"
 
 namespace kvzap::text {
 
@@ -50,5 +53,8 @@ class Vocabulary {
   std::vector<std::uint32_t> m_places;  // by id, as in a slot: the ids of models are dense
   std::unordered_map<TokenId, std::uint32_t> m_far_places;  // of ids beyond m_places
 };
+
+/// Reads the member `vocab` of a model: an object of tokens and their ids.
+Vocabulary read_vocabulary(const nlohmann::json& vocab, const files::JsonField& model);
 
 }  // namespace kvzap::text

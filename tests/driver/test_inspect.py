@@ -275,6 +275,23 @@ class Models(TestCase):
         for part in ("layers         6, 4 KV heads", "KV a token", "chat template  yes", "1024 tokens"):
             self.assertIn(part, text)
 
+    def test_vocabularies_without_tokenizer_json(self):
+        for name, tokens in (("llama", 620), ("settings-unigram", 526), ("tiktoken", 564), ("tekken", 556), ("opt", 558)):
+            model = self.copy(MODEL, name)
+            (model / "tokenizer.json").unlink()
+            for file in (pathlib.Path(__file__).parents[1] / "golden/tokenizer/folders" / name).iterdir():
+                if file.name != "config.json":
+                    shutil.copy(file, model)
+            self.assertEqual(json.loads(self.inspect(model, "--json").out)["tokenizer"], {"tokens": tokens})
+            answer = self.succeed("-m", model, "-p", "Hello, world", "--raw", "-n", 2, "--snapshot", self.folder / f"{name}.h5")
+            self.assertNotEqual(answer.text, "")
+        model = self.copy(MODEL, "BioGPT")
+        (model / "tokenizer.json").unlink()
+        (model / "vocab.json").write_text('{"a": 0}')
+        (model / "merges.txt").write_text("")
+        (model / "tokenizer_config.json").write_text('{"tokenizer_class": "BioGptTokenizer"}')
+        self.assertIn("tokenizer_class: expected CodeGenTokenizer, ", self.inspect(model).text)
+
     def test_what_kvzap_cannot_run(self):
         model = self.folder / "other"
         shutil.copytree(MODEL, model)

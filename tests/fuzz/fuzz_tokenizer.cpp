@@ -3,9 +3,9 @@
 // after a NUL is a text to tokenize.
 #include <kvzap/model/tokenizer.hpp>
 
+#include "files/byte_alphabet.hpp"
 #include "harness.hpp"
 #include "json_mutator.hpp"
-#include "text/byte_alphabet.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::fuzz {
@@ -17,7 +17,7 @@ namespace {
 std::string byte_vocabulary() {
   std::string text;
   for (int byte = 0; byte < 256; ++byte) {
-    const std::string& token = text::byte_alphabet().of_byte[byte];
+    const std::string& token = kvzap::files::byte_alphabet().of_byte[byte];
     if (byte > 0) text += ',';
     text += token == "\"" || token == "\\" ? "\"\\" + token : "\"" + token;
     text += "\":" + std::to_string(byte);

@@ -2,7 +2,8 @@
 // line in, one out. {"template", "message", "thinking"} gives {"prompt"}; {"template", "variables"}
 // gives {"text"}. {"tokenizer", "texts",
 // "decode": lists of ids} gives {"ids", "special_ids", "texts": pairs without and with special
-// tokens}. What is refused gives {"error"}, and a text that cannot be encoded a message as its ids.
+// tokens}; "folder" in place of "tokenizer" names a folder that has one. What is refused gives
+// {"error"}, and a text that cannot be encoded a message as its ids.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -58,8 +59,11 @@ Json answer(const fs::path& folder, const Json& request) {
     const auto parts = chat.parts(request["thinking"].get<bool>());
     return {{"prompt", parts.prompt(request["message"].get<std::string>())}};
   }
-  write(folder / "tokenizer.json", request["tokenizer"].get<std::string>());
-  const auto tokenizer = kvzap::Tokenizer::load(folder);
+  if (!request.contains("folder")) {
+    write(folder / "tokenizer.json", request["tokenizer"].get<std::string>());
+  }
+  const auto tokenizer =
+      kvzap::Tokenizer::load(request.contains("folder") ? fs::path(request["folder"]) : folder);
   Json result = {{"ids", Json::array()}, {"special_ids", Json::array()}, {"texts", Json::array()}};
   for (const auto& text : request["texts"]) {
     result["ids"].push_back(ids_or_error(tokenizer, text, false));

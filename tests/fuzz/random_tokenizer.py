@@ -12,7 +12,7 @@ REGEXES = [
     r"\p{Lu}?\p{Ll}+", r"[\r\n]+", r"\w+|[^\w\s]", r" ?\p{L}+", r".", r"(?<=a)b", r"^a", r"b$", r"[a-c&&b]", r"\p{N}",
     r"", r"x*", r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{M}", r"\h",
     r" ?[^(\s|[.,!?])]+", r"[\p{L}&&[^ab]]+", r"[^a&&b]", r"[a[bc]]+", r"\W", r"[\w-]+", r"[\h]+",
-    r"\b", r"\Ba", r"\d{1,3}(?=(?:\d{3})*\b)",
+    r"\b", r"\Ba", r"\Aa|b+\z", r"\A +| +\z", r"c\Z", r"\d{1,3}(?=(?:\d{3})*\b)",
 ]
 PUBLISHED_REGEXES = [  # of GPT-4o, DeepSeek, Kimi, Ling, BLOOM, CLIP, SuperBPE
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -87,11 +87,15 @@ PRE_TOKENIZERS = {
     "Punctuation": lambda: {"type": "Punctuation", "behavior": random.choice(BEHAVIORS)},
     "Whitespace": lambda: {"type": "Whitespace"},
     "WhitespaceSplit": lambda: {"type": "WhitespaceSplit"},
+    "FixedLength": lambda: {"type": "FixedLength", "length": random.choice([1, 2, 5])},
+    "BertPreTokenizer": lambda: {"type": "BertPreTokenizer"},
     "CharDelimiterSplit": lambda: {"type": "CharDelimiterSplit", "delimiter": random.choice(" ,a▁\n")},
 }
 NORMALIZERS = {
     **{name: (lambda name=name: {"type": name})
-       for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "ByteLevel")},
+       for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "ByteLevel", "Nmt")},
+    "BertNormalizer": lambda: {"type": "BertNormalizer", "clean_text": chance(0.7), "handle_chinese_chars": chance(0.7),
+                               "strip_accents": random.choice([None, True, False]), "lowercase": chance(0.5)},
     "Prepend": lambda: {"type": "Prepend", "prepend": random.choice(["▁", "ab", " "])},
     "Replace": lambda: {"type": "Replace", "pattern": pattern(REPLACED_REGEXES, [" ", "ab", "\n", "▁"]),
                         "content": random.choice(["▁", "", " ", "b", "éa"])},
@@ -100,6 +104,8 @@ NORMALIZERS = {
 DECODERS = {
     **{name: (lambda name=name: {"type": name}) for name in ("ByteFallback", "Fuse")},
     "ByteLevel": byte_level, "Metaspace": metaspace,
+    "WordPiece": lambda: {"type": "WordPiece", "prefix": random.choice(["##", "##", "a"]), "cleanup": chance(0.6)},
+    "BPEDecoder": lambda: {"type": "BPEDecoder", "suffix": random.choice(["</w>", "a", "b"])},
     "Strip": lambda: {"type": "Strip", "content": random.choice(" ▁ab"), "start": random.randrange(3),
                       "stop": random.choice([0, 0, 0, 1, 2])},
     "Replace": lambda: {"type": "Replace", "pattern": pattern(REPLACED_REGEXES, [" ", "ab", "▁", "é"]),
@@ -191,6 +197,21 @@ def unigram(share, byte_fallback):
                             lambda: random.random() * 20])
     return {"type": "Unigram", "vocab": [[token, scores()] for token in tokens],
             "unk_id": 0 if chance(0.9) else None, "byte_fallback": byte_fallback}
+
+
+def word_piece():
+    """BERT's vocabularies."""
+    symbols = characters(charmap_share())
+    tokens = symbols + ["##" + symbol for symbol in symbols if chance(0.8)] + ["ab", "##ab", "##bc", "It", "##'", "do", "not", "."]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys((["[UNK]"] if chance(0.9) else []) + tokens))}
+    return {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": random.choice([100, 100, 4]), "vocab": vocab}
+
+
+def word_level():
+    words = dict.fromkeys(["<unk>"] + WORDS + characters(0.5) + ["ab", "abc", "It", "1234"])
+    return {"type": "WordLevel", "unk_token": random.choice(["<unk>", "<unk>", "none"]),
+            "vocab": {word: number for number, word in enumerate(words)}}
 
 
 def charmap_share():
@@ -288,6 +309,15 @@ def scores():
                 some(DECODERS, 2, members="decoders"))
 
 
+def words():
+    """Models of whole words."""
+    model = word_piece() if chance(0.6) else word_level()
+    decoder = DECODERS["WordPiece"]() if chance(0.6) else some(DECODERS, 2, members="decoders")
+    if chance(0.5):
+        return file(model, NORMALIZERS["BertNormalizer"](), PRE_TOKENIZERS["BertPreTokenizer"](), decoder)
+    return file(model, some(NORMALIZERS, 1, members="normalizers"), some(PRE_TOKENIZERS, 2), decoder)
+
+
 def any_model():
     if chance(0.3):
         return unigram(charmap_share(), chance(0.5))
@@ -316,7 +346,7 @@ def with_post_processor():
 
 KINDS = {
     "published": published, "bytes-missing": bytes_missing, "byte-fallback": byte_fallback, "subwords": subwords,
-    "unigram": scores, "post-processor": with_post_processor,
+    "unigram": scores, "words": words, "post-processor": with_post_processor,
     **{f"normalizer-{name}": (lambda name=name: with_normalizer(name)) for name in NORMALIZERS},
     **{f"pre-tokenizer-{name}": (lambda name=name: with_pre_tokenizer(name)) for name in PRE_TOKENIZERS},
     **{f"decoder-{name}": (lambda name=name: with_decoder(name)) for name in DECODERS},

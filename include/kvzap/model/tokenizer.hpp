@@ -17,14 +17,15 @@ namespace kvzap {
 /// tokenizers library (0.23).
 ///
 /// - Models: BPE, over the byte alphabet or over characters (byte_fallback, unk_token, fuse_unk,
-///   ignore_merges, continuing_subword_prefix, end_of_word_suffix); Unigram (byte_fallback).
+///   ignore_merges, continuing_subword_prefix, end_of_word_suffix); Unigram (byte_fallback);
+///   WordPiece; WordLevel.
 /// - Normalizers: NFC, NFD, NFKC, NFKD, Lowercase, StripAccents, Strip, Prepend, Replace,
-///   Precompiled, ByteLevel.
+///   Precompiled, ByteLevel, Nmt, BertNormalizer.
 /// - Pre-tokenizers: Split, Digits, Punctuation, Whitespace, WhitespaceSplit, CharDelimiterSplit,
-///   Metaspace, ByteLevel.
+///   FixedLength, BertPreTokenizer, Metaspace, ByteLevel.
 /// - Added tokens with all their flags.
 /// - Post-processors: ByteLevel, TemplateProcessing, BertProcessing, RobertaProcessing.
-/// - Decoders: ByteLevel, ByteFallback, Fuse, Strip, Replace, Metaspace.
+/// - Decoders: ByteLevel, ByteFallback, Fuse, Strip, Replace, Metaspace, WordPiece, BPEDecoder.
 /// - Sequences of these. Every other kind is an error.
 ///
 /// Truncation and padding settings of the file are ignored. Special tokens are special whatever
@@ -36,8 +37,10 @@ class Tokenizer {
  public:
   class StreamDecoder;
 
-  /// Reads folder/tokenizer.json. Throws Error that names the file, the field, expected and found
-  /// value, if the file is missing, malformed or uses an unsupported feature.
+  /// Reads folder/tokenizer.json. Without it, converts another vocabulary of the folder as
+  /// transformers does: tekken.json, tokenizer.model (SentencePiece or tiktoken), tiktoken.model,
+  /// or vocab.json and merges.txt. Throws Error that names the file, the field, expected and found
+  /// value, if the files are missing, malformed or use an unsupported feature.
   static Tokenizer load(const std::filesystem::path& folder);
 
   /// Returns the ids of a text. Added tokens (special ones included) that are spelled out in the

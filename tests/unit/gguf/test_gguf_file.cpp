@@ -95,6 +95,16 @@ TEST(GgufFile, ByteLevelTokenizer) {
                           {"chat_template", "{{ messages }}"}}));
 }
 
+/// Chats with tools may have another template.
+TEST(GgufFile, ChatTemplates) {
+  GgufDraft draft = small_draft();
+  draft.set("tokenizer.chat_template.tool_use", text_value("{{ tools }}"));
+  const json templates = made(draft, "tokenizer_config.json")["chat_template"];
+  ASSERT_EQ(templates.size(), 2u);
+  EXPECT_EQ(templates[0], json({{"name", "default"}, {"template", "{{ messages }}"}}));
+  EXPECT_EQ(templates[1], json({{"name", "tool_use"}, {"template", "{{ tools }}"}}));
+}
+
 /// The merges of SentencePiece's BPE follow the scores of the tokens.
 TEST(GgufFile, SentencePieceTokenizer) {
   GgufDraft draft = small_draft();

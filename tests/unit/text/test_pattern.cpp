@@ -37,8 +37,11 @@ TEST(Tokenizer, WhiteSpaceClassesMatchUnicodeWhiteSpace) {
 }
 
 TEST(Tokenizer, RegularExpressionsMeanWhatTheyMeanToOniguruma) {
-  EXPECT_EQ(token_count(R"(a{,1})", "aa"), 2u);   // {,n} is {0,n}
-  EXPECT_EQ(token_count(R"(^a)", "aa\naa"), 5u);  // ^ matches at each line
+  EXPECT_EQ(token_count(R"(a{,1})", "aa"), 2u);    // {,n} is {0,n}
+  EXPECT_EQ(token_count(R"(^a)", "aa\naa"), 5u);   // ^ matches at each line
+  EXPECT_EQ(token_count(R"(\Aa)", "aa\naa"), 4u);  // but \A, \z and \Z only at the text's ends
+  EXPECT_EQ(token_count(R"(a\z)", "aa\naa"), 4u);
+  EXPECT_EQ(token_count(R"(a\Z)", "aaaa\n"), 4u);
   EXPECT_EQ(token_count(R"(.)", "aa"), 2u);
   EXPECT_EQ(token_count(R"([^\v])", "aa"), 2u);
   EXPECT_EQ(token_count(R"(\u0061)", "aa"), 2u);

@@ -72,7 +72,7 @@ TEST_P(DefectiveTokenizer, IsRefusedByName) {
 
 INSTANTIATE_TEST_SUITE_P(
     Model, DefectiveTokenizer,
-    testing::Values(Defect{"/model/type", R"("WordPiece")", "model.type"},
+    testing::Values(Defect{"/model/type", R"("WordModel")", "model.type"},
                     Defect{"/model/type", "3", "model.type"},
                     Defect{"/model/byte_fallback", R"("no")", "model.byte_fallback"},
                     Defect{"/model/dropout", "0.1", "model.dropout"},
@@ -108,7 +108,7 @@ INSTANTIATE_TEST_SUITE_P(
     Pipeline, DefectiveTokenizer,
     testing::Values(
         Defect{"/normalizer", R"({"type":"Prepend"})", "normalizer.prepend"},
-        Defect{"/normalizer", R"({"type":"Nmt"})", "normalizer.type"},
+        Defect{"/normalizer", R"({"type":"Other"})", "normalizer.type"},
         Defect{"/normalizer", R"({"type":"Strip","strip_left":true})", "normalizer.strip_right"},
         Defect{"/normalizer", R"({"type":"Replace","pattern":{"Regex":"("},"content":""})",
                "normalizer.pattern.Regex"},
@@ -154,7 +154,7 @@ INSTANTIATE_TEST_SUITE_P(
         Defect{"/post_processor/processors/1/single/0", R"({"Other":1})", "SpecialToken"},
         Defect{"/post_processor/processors/1/special_tokens/<|begin_of_text|>/ids", "[99999]",
                "ids[0]"},
-        Defect{"/decoder", R"({"type":"WordPiece"})", "decoder.type"},
+        Defect{"/decoder", R"({"type":"CTC"})", "decoder.type"},
         Defect{"/decoder", R"({"type":"Metaspace"})", "decoder.replacement"},
         Defect{"/decoder", R"({"type":"Strip","content":"","start":0,"stop":0})",
                "decoder.content"},

@@ -145,6 +145,30 @@ TEST(TokenizerKinds, RefusesDefectiveUnigrams) {
   refuse("byte_fallback", 1, "model.byte_fallback");
 }
 
+TEST(TokenizerKinds, WordsWithoutTokenAreUnknown) {
+  Json root = bare(Json::parse(R"({"type": "WordPiece", "unk_token": "?", "vocab":
+      {"?": 0, "a": 1, "##b": 2, "ab": 3, "##c": 4}, "continuing_subword_prefix": "##",
+      "max_input_chars_per_word": 4})"));
+  root["decoder"] = {{"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}};
+  EXPECT_EQ(load(root).encode("abbc"), (Ids{3, 2, 4}));
+  EXPECT_EQ(load(root).encode("abx"), Ids{0});
+  EXPECT_EQ(load(root).encode("abbcc"), Ids{0});  // longer than a word may be
+  EXPECT_EQ(load(root).decode({1, 2, 3, 0}), "ab ab?");
+  root["model"]["max_input_chars_per_word"] = 5000;
+  expect_load_error(root, {"model.max_input_chars_per_word", "0 to 1024"});
+
+  root = bare(Json::parse(R"({"type": "WordLevel", "unk_token": "?", "vocab": {"a": 1}})"));
+  const Tokenizer words = load(root);
+  EXPECT_EQ(words.encode("a"), Ids{1});
+  expect_error([&] { words.encode("b"); }, {"model.unk_token", "the unknown \"b\"", "\"?\""});
+  root["model"]["vocab"] = Json::object();
+  expect_load_error(root, {"model.vocab", "an object of tokens"});
+  root["model"].erase("unk_token");
+  expect_load_error(root, {"model"});
+  root["model"]["type"] = "Words";
+  expect_load_error(root, {"model.type", "BPE, Unigram, WordPiece or WordLevel"});
+}
+
 TEST(TokenizerKinds, BoundsTheGrowthOfTexts) {
   Json root = bare(bpe({{"a", 0}}));
   const Json doubling = {{"type", "Replace"}, {"pattern", {{"String", "a"}}}, {"content", "aa"}};

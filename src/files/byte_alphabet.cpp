@@ -1,22 +1,28 @@
-#include "text/byte_alphabet.hpp"
-
-#include <utf8proc.h>
+#include "files/byte_alphabet.hpp"
 
 #include <cstddef>
 
-#include "text/utf8.hpp"
-
-namespace kvzap::text {
+namespace kvzap::files {
 
 ByteAlphabet::ByteAlphabet() {
   byte_of.fill(-1);
-  utf8proc_int32_t next = 0x100;
+  std::size_t next = 0x100;
   for (int byte = 0; byte < 256; ++byte) {
     const bool printable = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
-    const utf8proc_int32_t c = printable ? byte : next++;
-    append_utf8(of_byte[byte], c);
-    byte_of[static_cast<std::size_t>(c)] = byte;
+    const std::size_t c = printable ? static_cast<std::size_t>(byte) : next++;
+    if (c < 0x80) {
+      of_byte[byte] = {static_cast<char>(c)};
+    } else {
+      of_byte[byte] = {static_cast<char>(0xC0 | c >> 6), static_cast<char>(0x80 | (c & 0x3F))};
+    }
+    byte_of[c] = byte;
   }
+}
+
+std::string ByteAlphabet::encode(std::string_view bytes) const {
+  std::string text;
+  for (const char byte : bytes) text += of_byte[static_cast<unsigned char>(byte)];
+  return text;
 }
 
 void ByteAlphabet::decode(std::string_view token, std::string& bytes) const {
@@ -43,4 +49,4 @@ const ByteAlphabet& byte_alphabet() {
   return alphabet;
 }
 
-}  // namespace kvzap::text
+}  // namespace kvzap::files

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvzap::text {
+namespace kvzap::files {
 
 /// Printable characters of Latin-1 represent themselves; U+0100 and the following characters
 /// represent the other 68 bytes.
@@ -15,10 +15,13 @@ struct ByteAlphabet {
 
   ByteAlphabet();
 
+  /// Returns bytes in the alphabet.
+  std::string encode(std::string_view bytes) const;
+
   /// Appends the bytes of a token. A token with characters outside the alphabet represents itself.
   void decode(std::string_view token, std::string& bytes) const;
 };
 
 const ByteAlphabet& byte_alphabet();
 
-}  // namespace kvzap::text
+}  // namespace kvzap::files

@@ -14,6 +14,7 @@
 
 #include "files/json_field.hpp"
 #include "files/json_file.hpp"
+#include "gguf/chat_templates.hpp"
 #include "gguf/made_files.hpp"
 #include "gguf/model_file.hpp"
 #include "gguf/token_types.hpp"
@@ -198,14 +199,6 @@ class TokenizerWriter {
   std::map<std::string, std::uint32_t> m_ids;
 };
 
-std::optional<std::string> chat_template_of(const fs::path& folder, const json& config) {
-  if (fs::is_regular_file(folder / "chat_template.jinja")) {
-    return files::read_text_file(folder / "chat_template.jinja");
-  }
-  const json field = member_of(config, "chat_template");
-  return field.is_string() ? std::optional(field.get<std::string>()) : std::nullopt;
-}
-
 }  // namespace
 
 void add_tokenizer(const fs::path& folder, std::int64_t vocab_size, GgufWriter& writer) {
@@ -229,8 +222,10 @@ void add_tokenizer(const fs::path& folder, std::int64_t vocab_size, GgufWriter& 
     }
     if (id) writer.add_u32(fmt::format("tokenizer.ggml.{}_token_id", own_name), *id);
   }
-  if (const auto text = chat_template_of(folder, settings)) {
-    writer.add_string("tokenizer.chat_template", *text);
+  constexpr std::uintmax_t most_template_bytes = 1u << 20;
+  for (const auto& [name, source] : read_chat_templates(folder, most_template_bytes)) {
+    const char* const end = name == "tool_use" ? ".tool_use" : "";
+    writer.add_string(fmt::format("tokenizer.chat_template{}", end), source.text);
   }
 }
 

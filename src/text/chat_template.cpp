@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
+#include "gguf/chat_templates.hpp"
 #include "gguf/model_file.hpp"
 #include "jinja/template.hpp"
 #include "jinja/unicode.hpp"
@@ -21,6 +23,8 @@ namespace kvzap {
 struct ChatTemplate::Source {
   std::string where;  // file and field
   jinja::Template source;
+  /// The template of chats with tools, if there is another one. Few chats have tools.
+  std::optional<gguf::NamedTemplate> tool_use;
   nlohmann::ordered_json special_tokens;
 };
 
@@ -39,12 +43,6 @@ constexpr std::size_t max_template_bytes = 128u << 10;
 
 // ---- Files --------------------------------------------------------------------------------------
 
-// Returns nothing if the file does not exist.
-std::optional<std::string> read_file(const std::filesystem::path& path, std::size_t max_bytes) {
-  if (!std::filesystem::is_regular_file(path)) return std::nullopt;
-  return files::read_text_file(path, max_bytes);
-}
-
 const Json* member(const Json& object, const char* key) {
   const auto found = object.find(key);
   return found == object.end() || found->is_null() ? nullptr : &*found;
@@ -53,23 +51,6 @@ const Json* member(const Json& object, const char* key) {
 const std::string& string_at(const Json& value, const std::string& where) {
   if (!value.is_string()) fail(where, "a string", value.type_name());
   return value.get_ref<const std::string&>();
-}
-
-// Returns the template of tokenizer_config.json, if it has one.
-std::optional<std::string> configured_template(const Json& config, const std::string& where) {
-  const Json* const field = member(config, "chat_template");
-  if (field == nullptr) return std::nullopt;
-  if (!field->is_array()) return string_at(*field, where);
-  for (const Json& entry : *field) {
-    if (!entry.is_object()) fail(where, "objects with a name and a template", entry.type_name());
-    const Json* const name = member(entry, "name");
-    const Json* const text = member(entry, "template");
-    if (name == nullptr || text == nullptr) {
-      fail(where, "objects with a name and a template", "an object without");
-    }
-    if (*name == "default") return string_at(*text, where + "[default]");
-  }
-  fail(where, "a template named \"default\"", "none");
 }
 
 /// Returns the special tokens of tokenizer_config.json, by their names in templates.
@@ -89,37 +70,31 @@ OrderedJson special_tokens_of(const Json& config, const std::string& where) {
   return tokens;
 }
 
-struct FoundTemplate {
-  std::string text;
-  std::string where;
-  OrderedJson special_tokens;
-};
-
-/// Finds a model's template.
-FoundTemplate find_template(const std::filesystem::path& folder) {
-  const std::filesystem::path template_path = folder / "chat_template.jinja";
-  const std::string config_name = gguf::name_of_model_file(folder, "tokenizer_config.json");
+/// Returns tokenizer_config.json. Before it listed all tokens, special_tokens_map.json had the
+/// special ones.
+Json tokenizer_config_of(const std::filesystem::path& folder) {
   Json config = Json::object();
   if (auto file = gguf::read_model_object(folder, "tokenizer_config.json")) {
     config = std::move(file->content);
   }
-  FoundTemplate found{"", template_path.string(), {}};
-  std::optional<std::string> text = read_file(template_path, max_template_bytes);
-  if (!text) {
-    found.where = config_name + ": chat_template";
-    text = configured_template(config, found.where);
+  if (config.contains("added_tokens_decoder")) return config;
+  if (const auto map = gguf::read_model_object(folder, "special_tokens_map.json")) {
+    for (const auto& [name, value] : map->content.items()) config[name] = value;
   }
-  if (!text) {
+  return config;
+}
+
+std::map<std::string, gguf::NamedTemplate> find_templates(const std::filesystem::path& folder) {
+  auto found = gguf::read_chat_templates(folder, max_template_bytes);
+  if (found.count("default") == 0) {
     fail(folder.string(), "chat_template.jinja or a chat_template in tokenizer_config.json",
          "neither");
   }
-  if (text->size() > max_template_bytes) {
-    fail(found.where, fmt::format("a template of at most {} bytes", max_template_bytes),
-         fmt::format("one of {}", text->size()));
+  for (const auto& [name, source] : found) {
+    if (!text::is_valid_utf8(source.text)) {
+      fail(source.where, "a template in UTF-8", "something else");
+    }
   }
-  if (!text::is_valid_utf8(*text)) fail(found.where, "a template in UTF-8", "something else");
-  found.text = std::move(*text);
-  found.special_tokens = special_tokens_of(config, config_name);
   return found;
 }
 
@@ -218,10 +193,15 @@ std::string ChatTemplate::Parts::context(std::string_view user_text) const {
 }
 
 ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
-  FoundTemplate found = find_template(folder);
+  const auto templates = find_templates(folder);
+  const gguf::NamedTemplate& found = templates.at("default");
+  const auto tool_use = templates.find("tool_use");
+  const std::string config_name = gguf::name_of_model_file(folder, "tokenizer_config.json");
   ChatTemplate result;
   result.m_source = std::make_shared<const Source>(
-      Source{found.where, jinja::Template(found.text, found.where), found.special_tokens});
+      Source{found.where, jinja::Template(found.text, found.where),
+             tool_use == templates.end() ? std::nullopt : std::optional(tool_use->second),
+             special_tokens_of(tokenizer_config_of(folder), config_name)});
   const std::string probe = probe_message();
   const std::string padded = "\n \t" + std::string(user_mark) + " \n ";
   for (const bool thinking : {true, false}) {
@@ -279,6 +259,10 @@ std::string ChatTemplate::render(const text::ChatInput& input) const {
   variables["enable_thinking"] = input.thinking;
   variables["thinking"] = input.thinking;
   for (const auto& [name, value] : input.variables.items()) variables[name] = value;
+  if (m_source->tool_use && !input.tools.is_null()) {
+    const auto& [text, where] = *m_source->tool_use;
+    return jinja::Template(text, where).render(variables);
+  }
   return m_source->source.render(variables);
 }
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Makes tests/golden/jinja/templates.json: what jinja2 renders for templates that use each feature of the
 language, in the environment that transformers renders chat templates in. null: jinja2 refuses the template.
+styles.json has whole chats, with tools and documents, in templates that combine features as published ones do.
 
 Usage: make_jinja_goldens.py (needs `pip install jinja2`)"""
 
@@ -88,8 +89,99 @@ TEMPLATES = [
 ]
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells the weather.\nFor \"cities\".", "parameters": {
+        "type": "object", "required": ["city"], "properties": {
+            "city": {"type": "string", "description": "A city, e.g. Z\u00fcrich"}, "days": {"type": ["integer", "null"], "default": 1},
+            "unit": {"type": "string", "enum": ["C", "F"]}, "box": {"type": "object", "properties": {"x": {"type": "number"}}},
+            "tags": {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "boolean"}]}}}}}},
+    {"type": "function", "function": {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}},
+]
+CALL = {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bern", "days": 2, "tags": [True, None, 1.5]}}},
+    {"id": "c2", "type": "function", "function": {"name": "now", "arguments": {}}}]}
+RESULTS = [{"role": "tool", "tool_call_id": "c1", "content": "22 \u00b0C"}, {"role": "tool", "tool_call_id": "c2", "content": "12:00"}]
+ASK, SYSTEM = {"role": "user", "content": "How warm is it?\n"}, {"role": "system", "content": " Be kind. "}
+THOUGHTS = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nWarm.", "reasoning_content": "Hm."}
+CHATS = {
+    "plain": {"messages": [ASK]},
+    "turns": {"messages": [SYSTEM, ASK, THOUGHTS, ASK], "enable_thinking": True},
+    "tools": {"messages": [SYSTEM, ASK, CALL, *RESULTS, THOUGHTS, ASK], "tools": TOOLS, "enable_thinking": False},
+    "call last": {"messages": [ASK, CALL], "tools": TOOLS[:1], "add_generation_prompt": False},
+    "documents": {"messages": [ASK], "documents": [{"title": "A", "text": "One.\nTwo."}, {"title": "B", "text": "<x> & \"y\""}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "See "}, {"type": "image"}, "bare", {"type": "text", "text": "it."}]}]},
+    "wrong": {"messages": [RESULTS[0]]},
+}
+STYLES = {
+    # Recursive macros write the types of tools; maps are sorted.
+    "types": """{%- macro type_of(s, level=0) -%}
+{%- if s.enum %}{{ s.enum | map('tojson') | join(' | ') }}
+{%- elif s.type is defined and s.type is sequence and s.type is not string %}{{ s.type | join('?') }}
+{%- elif s.type == 'array' %}{{ type_of(s['items'], level) }}[]
+{%- elif s.type == 'object' and s.properties %}{ {% for k, v in s.properties | dictsort %}{{ k ~ ('' if k in (s.required or []) else '?') }}: {{ type_of(v, level=level + 1) }}{{ '; ' if not loop.last }}{% endfor %} }
+{%- elif s.anyOf or s.oneOf %}{% for v in s.anyOf or s.oneOf %}{{ type_of(v) }}{% if not loop.last %} or {% endif %}{% endfor %}
+{%- else %}{{ s.type | default('any', true) | upper }}{% endif -%}
+{%- endmacro -%}
+{{ bos_token }}{% for t in tools or [] %}{% set f = t.function or t %}
+/// {{ f.description | replace('\n', '\n/// ') }}
+fn {{ f.name }}({{ type_of(f.parameters) if f.parameters.properties }})
+{% endfor %}{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content | trim }}{% endif %}{% for c in m.tool_calls | default([]) %}{{ c.function.name }}{{ c.function.arguments | tojson(indent=1) }}{% endfor %}{% endfor %}""",
+    # Thoughts of earlier turns are dropped; runs of results share a turn.
+    "thoughts": """{%- set ns = namespace(last=-1, open=false) -%}
+{%- for m in messages[::-1] %}{% if m.role == 'user' and ns.last < 0 %}{% set ns.last = messages | length - loop.index %}{% break %}{% endif %}{% endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if loop.first %}{{ raise_exception('A result without a call: ' ~ m.tool_call_id) }}{% endif -%}
+{%- if loop.previtem.role != 'tool' %}<|results|>{% endif %}<r>{{ m.content }}</r>{% if loop.last or loop.nextitem.role != 'tool' %}<|end|>{% endif -%}
+{%- continue -%}{%- endif -%}
+{%- set text = m.content if m.content is string else '' -%}
+{%- if '</think>' in text -%}
+{%- set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}
+{%- set text = text.split('</think>')[-1].lstrip('\n') -%}{%- endif -%}
+<|{{ m.role }}|>{% if loop.index0 > ns.last and thought %}<t>{{ thought }}</t>{% endif %}{% generation %}{{ text.strip() }}{% endgeneration %}
+{%- for c in m.tool_calls or [] %}{{ '\n' if loop.first }}<c {{ c.function.name }}>{% for k, v in c.function.arguments.items() %}<a {{ k }}>{{ v if v is string else v | tojson(ensure_ascii=False) }}</a>{% endfor %}</c>{% endfor -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{{ '<t></t>' if enable_thinking is defined and not enable_thinking }}{% endif -%}""",
+    # Documents and a preamble; parts of contents; call blocks.
+    "documents": """{%- macro turn(name) %}<{{ name }}>{{ caller(name | length) }}</{{ name }}>
+{% endmacro -%}
+{%- macro text_of(content) -%}{% if content is string %}{{ content }}{% else %}{% for p in content %}{% if p is mapping and p.type == 'text' %}{{ p.text }}{% elif p is mapping %}[{{ p.type }}]{% elif p is string %}'{{ p }}'{% endif %}{% endfor %}{% endif %}{%- endmacro -%}
+{%- if documents %}{% call(n) turn('docs') %}{% for d in documents %}
+
+{{ n }}.{{ loop.index }} {{ d.title | e }}: {{ d.text | indent(2, true) }}{{ d | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}{% endcall %}{% endif -%}
+{%- for role, group in messages | selectattr('content') | list | groupby('role') %}{{ role }}={{ group | length }};{% endfor %}
+{% for m in messages if m.role != 'system' -%}
+{% call(n) turn(m.role) %}{{ n }} {{ text_of(m.content) | trim }}{% endcall %}
+{%- endfor %}{{ 'assistant:' if add_generation_prompt }}""",
+    # Dates, formats, slices and string methods.
+    "formats": """{{ strftime_now('%d %B %Y') }}|{{ '%-9s|%4d|%.1f' | format('ab', 7, 2.25) }}|{{ '{:>6}|{:<4}|{!r}'.format('x', 3, 'q') }}
+{% set roles %}{% for m in messages %}{{ m.role[:1].upper() }}{% endfor %}{% endset %}{{ roles }} {{ roles[::-1] }} {{ roles[-2:] }} {{ messages | map(attribute='role') | unique | sort | join('/') }}
+{% for m in messages | rejectattr('role', 'in', ['system', 'tool']) -%}
+{{ loop.index }}/{{ loop.length }} {{ loop.cycle('odd', 'even') }} {{ m.role.removeprefix('us').partition('s') | list }} {{ (m.content | string)[:12].splitlines() }} {{ m.get('tool_calls', []) | length }} {{ m is mapping }} {{ m.items() | map('first') | list }}
+{% endfor %}{{ ((tools or []) | map(attribute='function.name') | list) + ['end'] }}{{ messages[-1:] | map(attribute='role') | first }} {{ (messages | last).content is defined and messages[0].content != none }}{{ dict(a=1, **{'b': [1, 2][::-1]}) }}""",
+}
+
+
+def write_styles(made):
+    texts = {}
+    for name, source in STYLES.items():
+        template = made.from_string(source)
+        texts[name] = {}
+        for chat, variables in CHATS.items():
+            try:
+                texts[name][chat] = template.render(**{"bos_token": "<s>", "tools": None, "documents": None,
+                                                       "add_generation_prompt": True, **variables})
+            except Exception:
+                texts[name][chat] = None
+    file = ROOT / "tests/golden/jinja/styles.json"
+    file.write_text(json.dumps({"chats": CHATS, "styles": STYLES, "texts": texts}, ensure_ascii=False, indent=1) + "\n")
+    print(len(STYLES), "styles,", sum(text is None for each in texts.values() for text in each.values()), "chats refused")
+
+
 def main():
     made = environment()
+    write_styles(made)
     cases = list(TEMPLATES)
     for line in EXPRESSIONS:
         # A bar with spaces around it is a filter; one without separates expressions.

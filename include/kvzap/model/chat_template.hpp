@@ -60,7 +60,9 @@ class ChatTemplate {
   };
 
   /// Reads the template from folder/chat_template.jinja, or else from chat_template in
-  /// folder/tokenizer_config.json: a string, or the entry "default" of a list of {name, template}.
+  /// folder/tokenizer_config.json: a string, or the entry "default" of a list of {name, template};
+  /// or else from folder/chat_template.json. Chats with tools take the entry "tool_use" or
+  /// folder/additional_chat_templates/tool_use.jinja, if there is one; errors in it appear then.
   /// The special tokens of tokenizer_config.json are variables of the template.
   ///
   /// Throws Error if there is no template, if it is not valid, or if it does not write a user's

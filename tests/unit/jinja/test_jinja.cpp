@@ -36,6 +36,28 @@ TEST(Jinja, RendersAsJinja2Does) {
   }
 }
 
+// Whole chats in templates that combine the features.
+TEST(Jinja, RendersChatsAsJinja2Does) {
+  std::ifstream stream(std::filesystem::path(KVZAP_SOURCE_DIR) / "tests/golden/jinja/styles.json");
+  const Json golden = Json::parse(stream);
+  for (const auto& [name, chats] : golden["texts"].items()) {
+    for (const auto& [chat, text] : chats.items()) {
+      SCOPED_TRACE(name + ", " + chat);
+      Json variables = {{"bos_token", "<s>"},
+                        {"tools", nullptr},
+                        {"documents", nullptr},
+                        {"add_generation_prompt", true}};
+      variables.update(golden["chats"][chat]);
+      const std::string source = golden["styles"][name];
+      if (text.is_null()) {
+        expect_error([&] { rendered(source, variables); }, {"chat.jinja: line "});
+      } else {
+        EXPECT_EQ(rendered(source, variables), text.get<std::string>());
+      }
+    }
+  }
+}
+
 // One row a feature; jinja2 in transformers' environment renders the same texts.
 TEST(Jinja, HasTheFeaturesOfChatTemplates) {
   const Json variables = Json::parse(

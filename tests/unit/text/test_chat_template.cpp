@@ -146,6 +146,37 @@ TEST(ChatTemplate, ReadsTokenizerConfig) {
   EXPECT_EQ(ChatTemplate::detect(folder.path()).parts(true).prefix, "<|im_start|>user\n");
 }
 
+/// A chat with tools has a template of its own, if the folder has one.
+TEST(ChatTemplate, ReadsNamedTemplates) {
+  kvzap::text::ChatInput input;
+  input.messages = nlohmann::ordered_json::parse(R"([{"role": "user", "content": "u"}])");
+  const auto rendered = [&](const TemporaryFolder& folder) {
+    const ChatTemplate found = ChatTemplate::detect(folder.path());
+    input.tools = nullptr;
+    const std::string text = found.render(input);
+    input.tools = nlohmann::ordered_json::parse(R"([{"name": "t"}])");
+    return text + "|" + found.render(input);
+  };
+  const std::string plain = "{{ bos_token }}{{ messages[0].content }}";
+  const std::string with_tools = "{{ bos_token }}{{ tools[0].name }}";
+  const TemporaryFolder folder;
+  folder.write("special_tokens_map.json", R"({"bos_token": {"content": "<s>"}})");
+  folder.write("chat_template.json", Json{{"chat_template", plain}}.dump());
+  EXPECT_EQ(rendered(folder), "<s>u|<s>u");
+  const Json list = {{{"name", "rag"}, {"template", "{{"}},
+                     {{"name", "tool_use"}, {"template", with_tools}},
+                     {{"name", "default"}, {"template", plain}}};
+  folder.write("tokenizer_config.json", Json{{"chat_template", list}}.dump());
+  EXPECT_EQ(rendered(folder), "<s>u|<s>t");
+  folder.write("chat_template.jinja", "x" + plain);
+  EXPECT_EQ(rendered(folder), "x<s>u|x<s>u");
+  std::filesystem::create_directory(folder.path() / "additional_chat_templates");
+  folder.write("additional_chat_templates/tool_use.jinja", "y" + with_tools);
+  EXPECT_EQ(rendered(folder), "x<s>u|y<s>t");
+  folder.write("additional_chat_templates/tool_use.jinja", "{{");
+  expect_error([&] { ChatTemplate::detect(folder.path()).render(input); }, {"tool_use.jinja"});
+}
+
 TEST(ChatTemplate, NeedsNoTokenizerConfig) {
   const TemporaryFolder folder;
   folder.write("chat_template.jinja", chatml);

@@ -11,7 +11,7 @@ namespace kvzap::files {
 /// represent the other 68 bytes.
 struct ByteAlphabet {
   std::array<std::string, 256> of_byte;
-  std::array<int, 0x144> byte_of;  // by character; -1: none
+  std::array<int, 0x144> byte_of{};  // by character; -1: none
 
   ByteAlphabet();
 

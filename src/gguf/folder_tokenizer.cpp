@@ -339,6 +339,7 @@ class FolderTokenizer {
     const auto kind = kinds.find(name);
     if (kind == kinds.end()) {
       std::vector<std::string_view> names;
+      names.reserve(kinds.size());
       for (const auto& entry : kinds) names.push_back(entry.first);
       files::throw_unexpected(m_config_name + ": tokenizer_class",
                               files::alternatives(names) + ", or tokenizer.json in the folder",

@@ -260,17 +260,38 @@ std::vector<Architecture> architectures_with_layer_norms(const TensorLists& list
   };
 }
 
+std::vector<Architecture> latent_architectures(const TensorLists& lists) {
+  const TensorList query = {"attn_q_a", "attn_q_a_norm", "attn_q_b"};
+  const TensorList joined =
+      lists.norms + lists.dense + query +
+      TensorList{"attn_kv_a_mqa", "attn_kv_a_norm", "attn_kv_b", "attn_output"};
+  const TensorList deepseek = joined + lists.experts + lists.shared +
+                              TensorList{"attn_q", "attn_k_b", "attn_v_b", "exp_probs_b"};
+  std::vector<Architecture> all = {
+      {"deepseek2",
+       {"DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM",
+        "YoutuForCausalLM"},
+       !interleaves,
+       partial,
+       deepseek},
+      {"mistral4", {"Mistral4ForCausalLM"}, !interleaves, partial, deepseek},
+      {"minicpm3", {"MiniCPM3ForCausalLM"}, !interleaves, partial, joined}};
+  for (Architecture& architecture : all) architecture.has_latents = true;
+  return all;
+}
+
 std::vector<Architecture> all_architectures() {
   const TensorLists lists;
   std::vector<Architecture> all = architectures_with_full_attention(lists);
   for (const auto& more : {architectures_with_windows(lists), hybrid_architectures(lists),
-                           architectures_with_layer_norms(lists)}) {
+                           architectures_with_layer_norms(lists), latent_architectures(lists)}) {
     all.insert(all.end(), more.begin(), more.end());
   }
   for (Architecture& architecture : all) {
     const bool is_qwen35 = architecture.name == "qwen35" || architecture.name == "qwen35moe";
     architecture.deals_value_heads = is_qwen35;
-    architecture.has_extra_blocks = is_qwen35 || architecture.name == "glm4moe";
+    architecture.has_extra_blocks =
+        is_qwen35 || architecture.name == "glm4moe" || architecture.name == "deepseek2";
   }
   return all;
 }

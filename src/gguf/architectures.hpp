@@ -38,6 +38,8 @@ struct Architecture {
   bool deals_value_heads = false;
   /// Further blocks of the file predict later tokens (nextn_predict_layers). No layer uses them.
   bool has_extra_blocks = false;
+  /// Attention is latent: keys and values are maps of one latent (DeepSeek-V2).
+  bool has_latents = false;
 
   bool has_tensor(std::string_view name_in_layer) const;
   /// Returns the number whose square root divides the products of queries and keys.

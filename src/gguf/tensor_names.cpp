@@ -35,6 +35,12 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"self_attn.v_proj", "attn_v"},
                                     {"self_attn.qkv_proj", "attn_qkv"},
                                     {"self_attn.o_proj", "attn_output"},
+                                    {"self_attn.q_a_proj", "attn_q_a"},
+                                    {"self_attn.q_a_layernorm", "attn_q_a_norm"},
+                                    {"self_attn.q_b_proj", "attn_q_b"},
+                                    {"self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"},
+                                    {"self_attn.kv_a_layernorm", "attn_kv_a_norm"},
+                                    {"self_attn.kv_b_proj", "attn_kv_b"},
                                     {"self_attn.q_norm", "attn_q_norm"},
                                     {"self_attn.k_norm", "attn_k_norm"},
                                     {"post_attention_layernorm", "ffn_norm"},
@@ -274,8 +280,19 @@ std::vector<std::string> delta_input_names(const Architecture& architecture,
           name_in_layer(layer, "ssm_in.weight")};
 }
 
+std::vector<std::string> latent_map_names(const Architecture& architecture, std::string_view name) {
+  const auto in_layer = split_published(name);
+  if (!in_layer || in_layer->second != "self_attn.kv_b_proj.weight" ||
+      !architecture.has_tensor("attn_k_b")) {
+    return {};
+  }
+  return {name_in_layer(in_layer->first, "attn_k_b.weight"),
+          name_in_layer(in_layer->first, "attn_v_b.weight")};
+}
+
 std::string first_gguf_name(const Architecture& architecture, std::string_view name) {
-  for (const auto names_of : {fused_expert_names, shared_input_names, delta_input_names}) {
+  for (const auto names_of :
+       {fused_expert_names, shared_input_names, delta_input_names, latent_map_names}) {
     auto names = names_of(architecture, name);
     if (!names.empty()) return std::move(names.front());
   }

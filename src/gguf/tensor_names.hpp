@@ -42,6 +42,13 @@ std::vector<std::string> shared_input_names(const Architecture& architecture,
 /// the gates, then that of all in older files. Returns an empty list for another name.
 std::vector<std::string> delta_input_names(const Architecture& architecture, std::string_view name);
 
+/// Returns the places of the maps that make keys and values of a latent,
+/// "model.layers.3.self_attn.kv_b_proj.weight": those of keys, of shape (heads, latent dimensions,
+/// key dimensions), and of values, of shape (heads, value dimensions, latent dimensions). Returns
+/// an empty list for another name, and if files of the architecture do not divide the tensor. Older
+/// files do not: gguf_name().
+std::vector<std::string> latent_map_names(const Architecture& architecture, std::string_view name);
+
 /// Returns the name of the file's tensor that has the first rows of the checkpoint's tensor `name`,
 /// whether or not the file divides that tensor. Returns `name` if the architecture lacks it.
 std::string first_gguf_name(const Architecture& architecture, std::string_view name);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gguf/tensor_names.hpp"
+#include "model/gguf_latent.hpp"
 #include "model/gguf_rows.hpp"
 
 namespace kvzap::model {
@@ -17,8 +18,6 @@ using nlohmann::json;
 
 namespace {
 
-constexpr const char* length_key = "rope.scaling.original_context_length";
-constexpr const char* query_scale_key = "attention.temperature_scale";
 constexpr const char* logits_cap = "final_logit_softcapping";
 
 void mixtral_rows(GgufFields& f) {
@@ -35,23 +34,6 @@ void qwen2moe_rows(GgufFields& f) {
 void qwen3moe_rows(GgufFields& f) {
   attention_bias(f, true);
   qwen_experts(f, true);
-}
-
-void mistral3_rows(GgufFields& f) {
-  json& rope = rope_parameters(f);
-  const auto& scaling = f.model.query_scaling;
-  const double beta = f.find_factor(query_scale_key, 0);
-  if (beta != 0) {
-    const std::int64_t original = f.find_integer(length_key, 2).value_or(f.context);
-    rope["llama_4_scaling_beta"] = beta;
-    rope["original_max_position_embeddings"] = original;
-    f.require_key("attention.temperature_length", original);
-  }
-  if (f.reads() || !scaling) return;
-  f.add(query_scale_key, scaling->beta);
-  const auto& of_rope = f.model.rope_scaling;
-  if (!of_rope) return f.add(length_key, scaling->length);
-  if (of_rope->original_max_position_embeddings != scaling->length) refuse_scaling(f);
 }
 
 void minimax_m2_rows(GgufFields& f) {
@@ -114,39 +96,18 @@ void glm4_rows(GgufFields& f) {
   rotary_factor(f);
 }
 
-/// Experts that are chosen by sigmoids, beside shared ones.
-void grouped_experts(GgufFields& f) {
-  constexpr const char* count_field = "n_routed_experts";
-  const ExpertsConfig& of_model = *f.model.experts;
-  experts(f, count_field, sigmoid, own_width);
-  f.integer("expert_shared_count", "n_shared_experts",
-            of_model.shared_intermediate_size / of_model.intermediate_size, f.size(count_field));
-  f.integer_or("leading_dense_block_count", "first_k_dense_replace", 0,
-               leading_dense_layers(f.model));
-  f.factor("expert_weights_scale", "routed_scaling_factor", 1, of_model.scale);
-  f.flag("expert_weights_norm", "norm_topk_prob", of_model.normalises);
-}
-
 void dots1_rows(GgufFields& f) {
   no_attention_bias(f);
   f.demand("n_group", 1, f.model.experts->groups);
   f.config["sliding_window"] = nullptr;
-  grouped_experts(f);
+  grouped_experts(f, sigmoid);
 }
 
 void glm4moe_rows(GgufFields& f) {
-  constexpr const char* count_field = "n_routed_experts";
-  const ExpertsConfig& of_model = *f.model.experts;
   glm4_rows(f);
   f.config["use_qk_norm"] = f.has_in_first("attn_q_norm.weight");
-  grouped_experts(f);
-  const auto groups = [&](const char* key, const char* field, std::int64_t value) {
-    const auto found = f.find_integer(key, 0, f.size(count_field)).value_or(0);
-    f.config[field] = std::max<std::int64_t>(found, 1);
-    if (of_model.groups != 1) f.add(key, value);
-  };
-  groups("expert_group_count", "n_group", of_model.groups);
-  groups("expert_group_used_count", "topk_group", of_model.groups_per_token);
+  grouped_experts(f, sigmoid);
+  expert_groups(f);
 }
 
 void gemma_rows(GgufFields& f) {
@@ -534,7 +495,7 @@ const std::vector<GgufFamily>& gguf_families() {
       {"qwen3moe", qwen3moe_rows},
       {"mistral3", [](F f) { f.config["sliding_window"] = nullptr; }, "MistralForCausalLM",
        has_plain_rope},
-      {"mistral3", mistral3_rows},
+      {"mistral3", scaled_queries},
       {"minimax-m2", minimax_m2_rows},
       {"smollm3", smollm3_rows},
       {"olmo2", [](F f) { olmo2_rows(f), windows(f); }, "Olmo3ForCausalLM", has_windows},
@@ -575,6 +536,12 @@ const std::vector<GgufFamily>& gguf_families() {
       {"falcon", falcon_rows},
       {"stablelm", stablelm_rows},
       {"olmo", olmo_rows},
+      {"deepseek2", youtu_rows, "YoutuForCausalLM", is_youtu},
+      {"deepseek2", mistral4_rows, "Mistral4ForCausalLM", is_mistral4},
+      {"deepseek2", deepseek_v2_rows, "DeepseekV2ForCausalLM", is_deepseek_v2},
+      {"deepseek2", deepseek_v3_rows},
+      {"mistral4", mistral4_rows},
+      {"minicpm3", minicpm3_rows},
   };
   return all;
 }

@@ -19,6 +19,7 @@ const ModelConfig& no_model() {
     config.query_scaling.emplace();
     config.rope_scaling.emplace();
     config.delta_net.emplace();
+    config.latent.emplace();
     config.experts.emplace().intermediate_size = 1;
     return config;
   }();

@@ -10,6 +10,7 @@
 #include "gguf/tensor_names.hpp"
 #include "model/families/family.hpp"
 #include "model/gguf_fields.hpp"
+#include "model/gguf_latent.hpp"
 
 namespace kvzap::model {
 
@@ -97,6 +98,7 @@ void read_head(GgufFields& f) {
 }
 
 void head(GgufFields& f) {
+  if (f.architecture.has_latents) return latent_head(f);
   f.head_dim = f.model.head_dim;
   f.rotary_dim = f.model.rotated_dims();
   if (f.reads()) read_head(f);
@@ -119,6 +121,12 @@ void vocabulary(GgufFields& f) {
   f.add("vocab_size", f.model.vocab_size);
 }
 
+/// Files that do not absorb the maps of latents have keys of all heads.
+std::int64_t kv_heads_in_gguf(const GgufFields& f) {
+  const bool has_joined_maps = f.architecture.has_latents && !f.architecture.has_tensor("attn_k_b");
+  return has_joined_maps ? f.model.num_attention_heads : f.model.num_key_value_heads;
+}
+
 /// The rows of all families.
 void common_fields(GgufFields& f) {
   const bool layer_norms = f.architecture.has_layer_norms;
@@ -127,7 +135,7 @@ void common_fields(GgufFields& f) {
   f.integer("embedding_length", "hidden_size", f.model.hidden_size);
   width(f);
   f.uniform("attention.head_count", "num_attention_heads", f.model.num_attention_heads);
-  f.uniform("attention.head_count_kv", "num_key_value_heads", f.model.num_key_value_heads,
+  f.uniform("attention.head_count_kv", "num_key_value_heads", kv_heads_in_gguf(f),
             f.size("num_attention_heads"));
   head(f);
   f.positive(layer_norms ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon",
@@ -202,7 +210,7 @@ bool is_read(const GgufFields& f, std::string_view name) {
   if (name == "output.bias") return f.head_bias;
   if (name == "position_embd.weight") return f.has_positions;
   if (name == "rope_factors_long.weight" || name == "rope_factors_short.weight") {
-    return f.architecture.name == "phi3";
+    return f.architecture.name == "phi3" || f.architecture.name == "minicpm3";
   }
   const auto parts = gguf::parse_name_in_layer(name);
   if (!parts || parts->layer >= f.blocks) return false;

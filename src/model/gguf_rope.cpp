@@ -11,6 +11,7 @@
 #include "files/decimal.hpp"
 #include "files/quote.hpp"
 #include "model/gguf_fields.hpp"
+#include "model/gguf_latent.hpp"
 #include "model/gguf_metadata.hpp"
 
 namespace kvzap::model {
@@ -47,11 +48,12 @@ void yarn(GgufFields& f) {
   const double multiplier = growth > 0 ? ((growth + 1) / scaling.attention_factor - 1) / growth : 0;
   const bool is_usual = std::abs(multiplier * growth) < tolerance;
   const bool has_multiplier = f.architecture.name == "mistral3";
+  const bool is_latent = f.architecture.has_latents;
   // No key says so: gpt-oss does not round, other architectures do.
   const bool truncates = f.architecture.name != "gpt-oss";
   f.demand("rope_parameters.truncate", truncates, scaling.truncate);
   if (!truncates) f.config["truncate"] = false;
-  if (!(is_usual || has_multiplier) ||
+  if (!(is_usual || has_multiplier || is_latent) ||
       (growth == 0 && std::abs(scaling.attention_factor - 1) > tolerance)) {
     refuse_scaling(f);
   }
@@ -60,6 +62,7 @@ void yarn(GgufFields& f) {
   original_length(f);
   f.number("rope.scaling.yarn_beta_fast", "beta_fast", scaling.beta_fast);
   f.number("rope.scaling.yarn_beta_slow", "beta_slow", scaling.beta_slow);
+  if (is_latent) return latent_yarn(f);
   if (!is_usual) f.add(log_multiplier_key, multiplier);
   // Files of OLMo 3 have the whole factor, as its config.json.
   const bool has_factor = f.architecture.name == "olmo2";
@@ -69,6 +72,11 @@ void yarn(GgufFields& f) {
   if (all_dim == 0) return;
   f.config["mscale"] = 1.0;
   f.config["mscale_all_dim"] = all_dim;
+}
+
+/// Files of these architectures have a set of factors for longer texts.
+bool has_two_factors(const GgufFields& f) {
+  return f.architecture.name == "phi3" || f.architecture.name == "minicpm3";
 }
 
 /// The scaling of Phi-3. Its factors are tensors.
@@ -205,7 +213,7 @@ void write_scaling(GgufFields& f) {
   } else if (type == RopeType::linear) {
     f.add(type_key, "linear");
     factor_row(f);
-  } else if (type == RopeType::longrope && f.architecture.name == "phi3") {
+  } else if (type == RopeType::longrope && has_two_factors(f)) {
     longrope(f);
   } else {
     refuse_scaling(f);

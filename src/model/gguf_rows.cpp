@@ -49,6 +49,25 @@ json& rope_parameters(GgufFields& f) {
   return f.config["rope_parameters"] = std::move(rope);
 }
 
+void scaled_queries(GgufFields& f) {
+  constexpr const char* length_key = "rope.scaling.original_context_length";
+  json& rope = rope_parameters(f);
+  const auto& scaling = f.model.query_scaling;
+  const double beta = f.find_factor(query_scale_key, 0);
+  if (beta != 0) {
+    const std::int64_t original = f.find_integer(length_key, 2).value_or(f.context);
+    rope["llama_4_scaling_beta"] = beta;
+    rope["original_max_position_embeddings"] = original;
+    f.require_key("attention.temperature_length", original);
+  }
+  if (f.reads() || !scaling) return;
+  f.add(query_scale_key, scaling->beta);
+  const auto& of_rope = f.model.rope_scaling;
+  if (f.architecture.has_latents) f.add("attention.temperature_length", scaling->length);
+  if (!of_rope) return f.add(length_key, scaling->length);
+  if (of_rope->original_max_position_embeddings != scaling->length) refuse_scaling(f);
+}
+
 void rope_layers(GgufFields& f, std::int64_t interval) {
   json flags = json::array();
   for (std::int64_t l = 0; l < f.layers; ++l) {
@@ -162,6 +181,33 @@ void qwen_experts(GgufFields& f, bool normalises) {
     if (!f.tensor(gguf::name_in_layer(l, "ffn_gate_inp.weight"))) dense.push_back(l);
   }
   f.config["mlp_only_layers"] = std::move(dense);
+}
+
+void grouped_experts(GgufFields& f, std::int64_t gating) {
+  constexpr const char* count_field = "n_routed_experts";
+  const ExpertsConfig& of_model = *f.model.experts;
+  experts(f, count_field, gating, own_width);
+  f.integer("expert_shared_count", "n_shared_experts",
+            of_model.shared_intermediate_size / of_model.intermediate_size, f.size(count_field));
+  const std::int64_t first = leading_dense_layers(f.model);
+  f.integer_or("leading_dense_block_count", "first_k_dense_replace", 0, first);
+  for (std::int64_t l = first; !f.reads() && l < f.layers; ++l) {
+    f.require(f.model.layer(l).has_experts, "layers without experts", "the first ones",
+              fmt::format("layer {}", l));
+  }
+  f.factor("expert_weights_scale", "routed_scaling_factor", 1, of_model.scale);
+  f.flag("expert_weights_norm", "norm_topk_prob", of_model.normalises);
+}
+
+void expert_groups(GgufFields& f) {
+  const ExpertsConfig& of_model = *f.model.experts;
+  const auto groups = [&](const char* key, const char* field, std::int64_t value) {
+    const auto found = f.find_integer(key, 0, f.size("n_routed_experts")).value_or(0);
+    f.config[field] = std::max<std::int64_t>(found, 1);
+    if (of_model.groups != 1) f.add(key, value);
+  };
+  groups("expert_group_count", "n_group", of_model.groups);
+  groups("expert_group_used_count", "topk_group", of_model.groups_per_token);
 }
 
 std::int64_t leading_dense_layers(const ModelConfig& model) {

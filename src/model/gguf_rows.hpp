@@ -12,6 +12,7 @@ namespace kvzap::model {
 // Numbers of expert_gating_func.
 inline constexpr std::int64_t softmax = 1, sigmoid = 2, softmax_of_chosen = 3;
 
+inline constexpr const char* query_scale_key = "attention.temperature_scale";
 inline constexpr const char* window_key = "attention.sliding_window";
 inline constexpr const char* window_theta_key = "rope.freq_base_swa";
 inline constexpr const char* width_key = "expert_feed_forward_length";
@@ -30,6 +31,8 @@ void tied_head(GgufFields& f);
 void rotary_factor(GgufFields& f);
 /// Moves RoPE's fields into rope_parameters.
 nlohmann::json& rope_parameters(GgufFields& f);
+/// Scaling of queries by their position.
+void scaled_queries(GgufFields& f);
 /// Layers without RoPE: every interval-th one.
 void rope_layers(GgufFields& f, std::int64_t interval);
 /// RoPE of layers with a window is that of the others.
@@ -60,6 +63,11 @@ void shared_width(GgufFields& f);
 void normalised(GgufFields& f, bool value);
 /// The experts of Qwen. Layers without a router are dense.
 void qwen_experts(GgufFields& f, bool normalises);
+/// Experts beside shared ones, behind dense layers. Programs read how the router's logits become
+/// weights.
+void grouped_experts(GgufFields& f, std::int64_t gating);
+/// The groups of these experts.
+void expert_groups(GgufFields& f);
 /// Returns the number of layers before the first one with experts.
 std::int64_t leading_dense_layers(const ModelConfig& model);
 

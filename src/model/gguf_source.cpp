@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "gguf/tensor_names.hpp"
 #include "gguf/write_tokenizer.hpp"
 #include "model/families/family.hpp"
+#include "model/gguf_latent.hpp"
 #include "model/gguf_metadata.hpp"
 #include "model/gguf_tensors.hpp"
 #include "model/read_weights.hpp"
@@ -103,6 +105,8 @@ struct Stack {
   /// file.
   std::int64_t first_row = 0;
   ValueForm form = ValueForm::same;
+  /// Reads rows in another way, if set.
+  std::function<void(std::int64_t first, std::int64_t end, float* target)> read = nullptr;
 };
 
 /// Reads rows of experts one after the other. A vector of each expert is one row.
@@ -138,6 +142,10 @@ SourceTensor tensor_of(Stack stack) {
   tensor.release = [parts = stack.parts] {
     for (const auto& part : parts) part->release();
   };
+  if (stack.read) {
+    tensor.read = std::move(stack.read);
+    return tensor;
+  }
   tensor.read = [stack = std::move(stack)](std::int64_t first, std::int64_t end, float* target) {
     if (stack.is_of_experts) return read_stack(stack, first, end, target);
     read_reordered(*stack.parts.front(), stack.shape, stack.order, first, end, target);
@@ -186,6 +194,25 @@ void append_halves(const NamedTensor& named, const std::vector<std::string>& nam
   }
 }
 
+/// Appends the two tensors of the file that hold the maps of a latent.
+void append_latent_maps(const NamedTensor& named, const std::vector<std::string>& names,
+                        const ModelConfig& config, const WeightStore& store,
+                        std::vector<Stack>& stacks) {
+  const LatentConfig latent = *config.latent;
+  const std::int64_t heads = config.num_attention_heads;
+  const std::shared_ptr<const StoredTensor> maps = store.at(named.name, named.shape);
+  for (const bool is_of_keys : {true, false}) {
+    const std::vector<std::int64_t> shape = {heads, is_of_keys ? latent.rank : latent.value_dim,
+                                             is_of_keys ? latent.nope_dim : latent.rank};
+    Stack stack{names[is_of_keys ? 0 : 1], shape, {maps}};
+    const auto read = is_of_keys ? read_latent_keys : read_latent_values;
+    stack.read = [=](std::int64_t first, std::int64_t end, float* target) {
+      read(*maps, latent, first, end, target);
+    };
+    stacks.push_back(std::move(stack));
+  }
+}
+
 Stack stack_of(const gguf::TensorName& place, const NamedTensor& named, const ModelConfig& config,
                const gguf::Architecture& architecture) {
   Stack stack{place.name, named.shape};
@@ -217,6 +244,11 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
       const DeltaNetConfig& net = *config.delta_net;
       append_halves(named, inputs, order_in_gguf(config, architecture, named.name).rows,
                     net.value_heads * net.value_dim, store, stacks);
+      continue;
+    }
+    const auto maps = gguf::latent_map_names(architecture, named.name);
+    if (!maps.empty()) {
+      append_latent_maps(named, maps, config, store, stacks);
       continue;
     }
     const auto shared = gguf::shared_input_names(architecture, named.name);

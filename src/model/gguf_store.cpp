@@ -4,7 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <functional>
 #include <kvzap/core/types.hpp>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,6 +14,7 @@
 #include "files/mapped_file.hpp"
 #include "gguf/tensor_names.hpp"
 #include "model/families/family.hpp"
+#include "model/gguf_latent.hpp"
 #include "model/gguf_tensors.hpp"
 
 namespace kvzap::model {
@@ -154,6 +157,13 @@ std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& 
     for (const std::string& part : shared) parts.push_back(open({part}, {rows, shape.back()}, 0));
     return joined_rows(std::move(parts), rows, false);
   }
+  const auto maps = gguf::latent_map_names(*m_architecture, name);
+  if (!maps.empty() && m_file.find(maps.front()) != nullptr) {
+    const LatentConfig& latent = m_config.latent.value();
+    const std::int64_t heads = m_config.num_attention_heads;
+    return joined_latent_maps(open({maps[0]}, {heads, latent.rank, latent.nope_dim}, 0),
+                              open({maps[1]}, {heads, latent.value_dim, latent.rank}, 0), latent);
+  }
   const auto place = gguf::gguf_name(*m_architecture, name);
   if (!place) {
     throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", m_file.metadata().file(),
@@ -231,7 +241,9 @@ std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, con
     throw Error(fmt::format("{}: expected shape [{}], found [{}]", where, fmt::join(expected, ", "),
                             fmt::join(entry->shape, ", ")));
   }
-  Slice slice{*entry, entry->data, shape.size() > 1 ? shape.front() : 1, shape.back(),
+  const std::int64_t rows =
+      std::accumulate(shape.begin(), shape.end() - 1, std::int64_t(1), std::multiplies<>());
+  Slice slice{*entry, entry->data, rows, shape.back(),
               fmt::format("{}: tensor {}", *entry->file, entry->name)};
   if (is_stacked) {
     if (*place.expert >= m_experts) {
@@ -255,6 +267,8 @@ bool GgufStore::has(std::string_view name) const {
   if (!inputs.empty()) {
     return m_file.find(inputs.front()) != nullptr || m_file.find(inputs.back()) != nullptr;
   }
+  const auto maps = gguf::latent_map_names(*m_architecture, name);
+  if (!maps.empty() && m_file.find(maps.front()) != nullptr) return true;
   const auto place = gguf::gguf_name(*m_architecture, name);
   return place && find(*place) != nullptr;
 }

@@ -324,7 +324,7 @@ class Gguf(TestCase):
                        "missing.gguf: tensor 'output_norm.weight' of shape [256] is missing")
         other = self.write("other", {**values, "general.architecture": "mamba"}, table)
         self.fail_with(kvzap("-m", other, "-p", "1"),
-                       "other.gguf: general.architecture: expected llama, qwen2, ", "or olmo, found 'mamba'")
+                       "other.gguf: general.architecture: expected llama, qwen2, ", "found 'mamba'")
         (self.folder / "cut.gguf").write_bytes(missing.read_bytes()[:100])
         self.fail_with(kvzap("-m", self.folder / "cut.gguf", "-p", "1"), "cut.gguf: the file is truncated: ")
         self.fail_with(kvzap("-m", self.folder / "none.gguf", "-p", "1"), "none.gguf: no such file")

@@ -25,7 +25,7 @@ void rename_latent(json& content, const LatentDefaults& absent) {
   const auto size = [&](const char* field, std::int64_t otherwise) -> std::int64_t {
     const auto found = content.find(field);
     if (found == content.end() || found->is_null()) return otherwise;
-    const bool is_size = found->is_number_unsigned() && found->get<std::uint64_t>() <= most_dims;
+    const bool is_size = found->is_number_integer() && *found >= 0 && *found <= most_dims;
     return is_size ? found->get<std::int64_t>() : 0;
   };
   const std::int64_t rank = size("kv_lora_rank", absent.rank);

@@ -58,6 +58,12 @@ const std::map<std::string, json>& changes() {
       // A base with alpha is no float.
       {"hunyuan_v1_dense", {{"rope_parameters", {{"rope_type", "default"}, {"alpha", nullptr}}}}},
       {"hunyuan_v1_moe", {{"rope_parameters", {{"rope_type", "default"}, {"alpha", nullptr}}}}},
+      {"deepseek_v3",
+       {{"attention_bias", false},
+        {"rope_parameters", {{"mscale", 0.7}, {"mscale_all_dim", 0.7}}}}},
+      {"glm4_moe_lite", {{"mlp_layer_types", {"dense", "sparse", "sparse"}}}},
+      {"youtu", {{"rope_interleave", true}}},
+      {"minicpm3", {{"scale_emb", 12}, {"dim_model_base", 256}}},
       {"qwen3_next", {{"linear_value_head_dim", 16}, {"linear_key_head_dim", 16}}},
       // The axes of images are those that transformers takes without the field.
       {"qwen3_5_text",
@@ -101,6 +107,12 @@ void write_gguf(const ModelConfig& config, const fs::path& file) {
   });
 }
 
+/// Returns the model's class. Files of GLM-4.7-Flash say no more than those of DeepSeek-V3.
+std::string class_of(const ModelConfig& config) {
+  constexpr const char* flash = "Glm4MoeLiteForCausalLM";
+  return config.architecture == flash ? "DeepseekV3ForCausalLM" : config.architecture;
+}
+
 /// Returns what a model computes, also where no key of the metadata says so.
 std::string described(const ModelConfig& c) {
   std::string text = fmt::format(
@@ -108,16 +120,15 @@ std::string described(const ModelConfig& c) {
       "{} "
       "activation {} {} {} factors {} {} {} {} {} caps {} {} sinks {} gates {} {} norms {} {} head "
       "{} limit {} positions {}",
-      c.architecture, c.hidden_size, c.num_hidden_layers, c.num_attention_heads,
-      c.num_key_value_heads, c.head_dim, c.vocab_size, c.max_position_embeddings,
-      c.longest_context(), c.rms_norm_eps, static_cast<int>(c.norm_type), c.rope_theta,
-      c.window_rope_theta.value_or(0), c.rotated_dims(), c.rope_is_interleaved,
-      c.tie_word_embeddings, static_cast<int>(c.qk_norm), c.qkv_bias, c.o_bias, c.mlp_bias,
-      static_cast<int>(c.activation), c.gate_limit, c.is_parallel, c.embedding_multiplier,
-      c.rounds_embedding_multiplier, c.residual_multiplier, c.logits_divisor,
-      c.attention_multiplier.value_or(0), c.attention_soft_cap, c.logits_soft_cap, c.has_sinks,
-      c.gates_attention, c.gates_feed_forward, c.norm_bias, c.shares_norm, c.head_bias, c.qkv_limit,
-      c.embeds_positions);
+      class_of(c), c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
+      c.head_dim, c.vocab_size, c.max_position_embeddings, c.longest_context(), c.rms_norm_eps,
+      static_cast<int>(c.norm_type), c.rope_theta, c.window_rope_theta.value_or(0),
+      c.rotated_dims(), c.rope_is_interleaved, c.tie_word_embeddings, static_cast<int>(c.qk_norm),
+      c.qkv_bias, c.o_bias, c.mlp_bias, static_cast<int>(c.activation), c.gate_limit, c.is_parallel,
+      c.embedding_multiplier, c.rounds_embedding_multiplier, c.residual_multiplier,
+      c.logits_divisor, c.attention_multiplier.value_or(0), c.attention_soft_cap, c.logits_soft_cap,
+      c.has_sinks, c.gates_attention, c.gates_feed_forward, c.norm_bias, c.shares_norm, c.head_bias,
+      c.qkv_limit, c.embeds_positions);
   text += fmt::format("\nsections {} frequencies {} {}", fmt::join(c.image_sections, " "),
                       fmt::join(rope_inverse_frequencies(c, 8), " "), c.rope_attention_factor());
   if (c.query_scaling) {
@@ -127,6 +138,11 @@ std::string described(const ModelConfig& c) {
   if (c.delta_net) {
     text += fmt::format("\nnet {} {} {} {} {}", c.delta_net->key_heads, c.delta_net->value_heads,
                         c.delta_net->key_dim, c.delta_net->value_dim, c.delta_net->kernel);
+  }
+  if (c.latent) {
+    const LatentConfig& l = *c.latent;
+    text += fmt::format("\nlatent {} {} {} {} {}", l.rank, l.query_rank, l.nope_dim, l.rope_dim,
+                        l.value_dim);
   }
   if (c.experts) {
     const ExpertsConfig& e = *c.experts;

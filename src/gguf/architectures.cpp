@@ -280,18 +280,55 @@ std::vector<Architecture> latent_architectures(const TensorLists& lists) {
   return all;
 }
 
+std::vector<Architecture> architectures_with_states(const TensorLists& lists) {
+  const TensorList space = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a",
+                            "ssm_d",  "ssm_norm",   "ssm_out"};
+  const TensorList convolution = {"shortconv.in_proj", "shortconv.conv", "shortconv.out_proj"};
+  const TensorList granite = lists.norms + lists.attention + space;
+  const TensorList nemotron = lists.attention + space + TensorList{"attn_norm"};
+  const TensorList lfm = lists.qwen3 + convolution;
+  const std::vector<std::string_view> granite_class = {"GraniteMoeHybridForCausalLM"};
+  const std::vector<std::string_view> nemotron_class = {"NemotronHForCausalLM"};
+  std::vector<Architecture> all = {
+      {"lfm2", {"Lfm2ForCausalLM"}, !interleaves, !partial, lfm},
+      {"lfm2moe",
+       {"Lfm2MoeForCausalLM"},
+       !interleaves,
+       !partial,
+       lfm + lists.experts + TensorList{"exp_probs_b"}},
+      {"granitehybrid", granite_class, interleaves, !partial, granite + lists.dense},
+      {"granitehybrid", granite_class, interleaves, !partial,
+       granite + lists.experts + lists.shared},
+      {"falcon-h1", {"FalconH1ForCausalLM"}, !interleaves, !partial, lists.llama + space},
+      {"nemotron_h", nemotron_class, !interleaves, !partial,
+       nemotron + TensorList{"ffn_up", "ffn_down"}},
+      {"nemotron_h_moe", nemotron_class, !interleaves, !partial,
+       nemotron + TensorList{"ffn_up", "ffn_down", "ffn_gate_inp", "ffn_up_exps", "ffn_down_exps",
+                             "ffn_up_shexp", "ffn_down_shexp", "exp_probs_b"}}};
+  for (Architecture& architecture : all) {
+    const bool is_nemotron = architecture.class_names == nemotron_class;
+    architecture.has_states = true;
+    architecture.has_single_parts = is_nemotron;
+    if (!is_nemotron && architecture.class_names != granite_class) continue;
+    architecture.has_experts = architecture.has_tensor("ffn_up_exps");
+  }
+  return all;
+}
+
 std::vector<Architecture> all_architectures() {
   const TensorLists lists;
   std::vector<Architecture> all = architectures_with_full_attention(lists);
   for (const auto& more : {architectures_with_windows(lists), hybrid_architectures(lists),
-                           architectures_with_layer_norms(lists), latent_architectures(lists)}) {
+                           architectures_with_layer_norms(lists), latent_architectures(lists),
+                           architectures_with_states(lists)}) {
     all.insert(all.end(), more.begin(), more.end());
   }
   for (Architecture& architecture : all) {
     const bool is_qwen35 = architecture.name == "qwen35" || architecture.name == "qwen35moe";
     architecture.deals_value_heads = is_qwen35;
-    architecture.has_extra_blocks =
-        is_qwen35 || architecture.name == "glm4moe" || architecture.name == "deepseek2";
+    architecture.has_extra_blocks = is_qwen35 || architecture.name == "glm4moe" ||
+                                    architecture.name == "deepseek2" ||
+                                    architecture.name == "nemotron_h_moe";
   }
   return all;
 }
@@ -307,15 +344,16 @@ const std::vector<Architecture>& architectures() {
   return all;
 }
 
-const Architecture* architecture_of(std::string_view class_name) {
+const Architecture* architecture_of(std::string_view class_name, bool has_experts) {
   for (const Architecture& architecture : architectures()) {
     const auto& names = architecture.class_names;
+    if (architecture.has_experts.value_or(has_experts) != has_experts) continue;
     if (std::find(names.begin(), names.end(), class_name) != names.end()) return &architecture;
   }
   return nullptr;
 }
 
-const Architecture* architecture_for_types(std::string_view class_name) {
+const Architecture* architecture_for_types(std::string_view class_name, bool has_experts) {
   const TensorLists lists;
   static const Architecture any = {"",
                                    {},
@@ -323,7 +361,7 @@ const Architecture* architecture_for_types(std::string_view class_name) {
                                    !partial,
                                    lists.llama + lists.experts + lists.shared +
                                        TensorList{"attn_qkv", "attn_gate", "exp_probs_b"}};
-  const Architecture* const found = architecture_of(class_name);
+  const Architecture* const found = architecture_of(class_name, has_experts);
   return found != nullptr ? found : &any;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -38,6 +39,15 @@ struct Architecture {
   bool deals_value_heads = false;
   /// Further blocks of the file predict later tokens (nextn_predict_layers). No layer uses them.
   bool has_extra_blocks = false;
+  /// Of a class whose files have another architecture, or other tensors, with experts than without:
+  /// whether models have experts.
+  std::optional<bool> has_experts = std::nullopt;
+  /// Layers may keep a state instead of rows. attention.head_count_kv has a number for each layer,
+  /// which is 0 for a layer without attention.
+  bool has_states = false;
+  /// Layers are one part each: a state space, attention, or a feed-forward part, whose widths
+  /// feed_forward_length has for each layer.
+  bool has_single_parts = false;
   /// Attention is latent: keys and values are maps of one latent (DeepSeek-V2).
   bool has_latents = false;
 
@@ -52,11 +62,12 @@ struct Architecture {
 /// Returns all architectures.
 const std::vector<Architecture>& architectures();
 
-/// Returns the architecture with the weights of this class, or nullptr.
-const Architecture* architecture_of(std::string_view class_name);
+/// Returns the architecture with the weights of this class, or nullptr. `has_experts`: models of
+/// the class with experts may have another one.
+const Architecture* architecture_of(std::string_view class_name, bool has_experts = false);
 
 /// Returns the same or, for a class that GGUF lacks, an architecture with the names of its maps, by
 /// which quantised weights get their types. Never null.
-const Architecture* architecture_for_types(std::string_view class_name);
+const Architecture* architecture_for_types(std::string_view class_name, bool has_experts = false);
 
 }  // namespace kvzap::gguf

@@ -14,6 +14,9 @@ constexpr NamePair whole_names[] = {{"model.embed_tokens.weight", "token_embd.we
                                     {"model.norm.weight", "output_norm.weight"},
                                     {"lm_head.weight", "output.weight"},
                                     {"model.norm.bias", "output_norm.bias"},
+                                    {"model.embedding_norm.weight", "token_embd_norm.weight"},
+                                    {"backbone.embeddings.weight", "token_embd.weight"},
+                                    {"backbone.norm_f.weight", "output_norm.weight"},
                                     {"model.final_layernorm.weight", "output_norm.weight"},
                                     {"model.final_layernorm.bias", "output_norm.bias"},
                                     {"lm_head.bias", "output.bias"},
@@ -84,6 +87,41 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"linear_attn.conv1d", "ssm_conv1d"},
                                     {"linear_attn.norm", "ssm_norm"},
                                     {"linear_attn.out_proj", "ssm_out"},
+                                    {"operator_norm", "attn_norm"},
+                                    {"ffn_norm", "ffn_norm"},
+                                    {"norm", "attn_norm"},
+                                    {"self_attn.out_proj", "attn_output"},
+                                    {"self_attn.q_layernorm", "attn_q_norm"},
+                                    {"self_attn.k_layernorm", "attn_k_norm"},
+                                    {"conv.in_proj", "shortconv.in_proj"},
+                                    {"conv.conv", "shortconv.conv"},
+                                    {"conv.out_proj", "shortconv.out_proj"},
+                                    {"feed_forward.w1", "ffn_gate"},
+                                    {"feed_forward.w3", "ffn_up"},
+                                    {"feed_forward.w2", "ffn_down"},
+                                    {"feed_forward.gate", "ffn_gate_inp"},
+                                    {"feed_forward.experts.{}.w1", "ffn_gate_exps"},
+                                    {"feed_forward.experts.{}.w3", "ffn_up_exps"},
+                                    {"feed_forward.experts.{}.w2", "ffn_down_exps"},
+                                    {"mamba.in_proj", "ssm_in"},
+                                    {"mamba.conv1d", "ssm_conv1d"},
+                                    {"mamba.norm", "ssm_norm"},
+                                    {"mamba.out_proj", "ssm_out"},
+                                    {"mixer.in_proj", "ssm_in"},
+                                    {"mixer.conv1d", "ssm_conv1d"},
+                                    {"mixer.norm", "ssm_norm"},
+                                    {"mixer.out_proj", "ssm_out"},
+                                    {"mixer.q_proj", "attn_q"},
+                                    {"mixer.k_proj", "attn_k"},
+                                    {"mixer.v_proj", "attn_v"},
+                                    {"mixer.o_proj", "attn_output"},
+                                    {"mixer.up_proj", "ffn_up"},
+                                    {"mixer.down_proj", "ffn_down"},
+                                    {"mixer.gate", "ffn_gate_inp"},
+                                    {"mixer.experts.{}.up_proj", "ffn_up_exps"},
+                                    {"mixer.experts.{}.down_proj", "ffn_down_exps"},
+                                    {"mixer.shared_experts.up_proj", "ffn_up_shexp"},
+                                    {"mixer.shared_experts.down_proj", "ffn_down_shexp"},
                                     {"self_attn.dense", "attn_output"},
                                     {"mlp.fc1", "ffn_up"},
                                     {"mlp.fc2", "ffn_down"},
@@ -107,6 +145,7 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"mlp.gate.wg", "ffn_gate_inp"},
                                     {"shared_mlp.input_linear", "ffn_gate_shexp"},
                                     {"shared_mlp.output_linear", "ffn_down_shexp"},
+                                    {"shared_mlp.output_linear", "ffn_down"},
                                     {"mlp.shared_mlp.gate_proj", "ffn_gate_shexp"},
                                     {"mlp.shared_mlp.up_proj", "ffn_up_shexp"},
                                     {"mlp.shared_mlp.down_proj", "ffn_down_shexp"},
@@ -122,19 +161,27 @@ constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.expe
 // Whole names in a layer, of tensors without ".weight" and ".bias" in checkpoints.
 constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
                                    {"linear_attn.A_log", "ssm_a"},
-                                   {"linear_attn.dt_bias", "ssm_dt.bias"}};
+                                   {"linear_attn.dt_bias", "ssm_dt.bias"},
+                                   {"pre_ff_layernorm.weight", "ffn_norm"},
+                                   {"mamba.A_log", "ssm_a"},
+                                   {"mamba.D", "ssm_d"},
+                                   {"mamba.dt_bias", "ssm_dt.bias"},
+                                   {"mixer.A_log", "ssm_a"},
+                                   {"mixer.D", "ssm_d"},
+                                   {"mixer.dt_bias", "ssm_dt.bias"}};
 
-// The only name in a layer of files that has no ending.
-constexpr std::string_view name_without_kind = "ssm_a";
+// The names in a layer of files that have no ending; of ffn_norm in files of Falcon-H1 alone.
+constexpr std::string_view names_without_kind[] = {"ssm_a", "ssm_d", "ffn_norm"};
 
 // Biases that Hugging Face's checkpoints name otherwise.
-constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bias",
-                                                 "block_sparse_moe.e_score_correction_bias",
-                                                 "mlp.moe_statics.e_score_correction_bias"};
+constexpr std::string_view correction_names[] = {
+    "mlp.gate.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias",
+    "mlp.moe_statics.e_score_correction_bias", "mixer.gate.e_score_correction_bias",
+    "feed_forward.expert_bias"};
 constexpr std::string_view correction_tensor = "exp_probs_b";
 
 constexpr std::string_view hugging_face_layers[] = {"model.layers.", "gpt_neox.layers.",
-                                                    "transformer.h."};
+                                                    "transformer.h.", "backbone.layers."};
 constexpr std::string_view gguf_layers = "blk.";
 constexpr std::string_view stacked_end = "_exps";
 
@@ -260,12 +307,10 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
 std::vector<std::string> shared_input_names(const Architecture& architecture,
                                             std::string_view name) {
   const auto in_layer = split_published(name);
-  if (!in_layer || in_layer->second != "shared_mlp.input_linear.weight" ||
-      !architecture.has_tensor("ffn_up_shexp")) {
-    return {};
-  }
-  return {name_in_layer(in_layer->first, "ffn_gate_shexp.weight"),
-          name_in_layer(in_layer->first, "ffn_up_shexp.weight")};
+  if (!in_layer || in_layer->second != "shared_mlp.input_linear.weight") return {};
+  const char* const end = architecture.has_tensor("ffn_up_shexp") ? "_shexp" : "";
+  return {name_in_layer(in_layer->first, fmt::format("ffn_gate{}.weight", end)),
+          name_in_layer(in_layer->first, fmt::format("ffn_up{}.weight", end))};
 }
 
 std::vector<std::string> delta_input_names(const Architecture& architecture,
@@ -310,8 +355,8 @@ std::string older_expert_name(const TensorName& place) {
 std::optional<NameInLayer> parse_name_in_layer(std::string_view name) {
   const auto in_layer = split_layer(name, gguf_layers);
   if (!in_layer) return std::nullopt;
-  if (in_layer->second == name_without_kind) {
-    return NameInLayer{in_layer->first, in_layer->second, {}};
+  for (const std::string_view bare : names_without_kind) {
+    if (in_layer->second == bare) return NameInLayer{in_layer->first, bare, {}};
   }
   const auto parts = split_kind(in_layer->second);
   if (!parts) return std::nullopt;

@@ -32,8 +32,9 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
 std::vector<std::string> fused_expert_names(const Architecture& architecture,
                                             std::string_view name);
 
-/// Returns the places of the gate and the up projection that a shared expert joins,
-/// "model.layers.3.shared_mlp.input_linear.weight". Returns an empty list for another name.
+/// Returns the places of the gate and the up projection that a shared expert joins, or a dense part
+/// in models without experts, "model.layers.3.shared_mlp.input_linear.weight". Returns an empty
+/// list for another name.
 std::vector<std::string> shared_input_names(const Architecture& architecture,
                                             std::string_view name);
 
@@ -61,7 +62,7 @@ std::string older_expert_name(const TensorName& place);
 struct NameInLayer {
   std::int64_t layer = 0;
   std::string_view tensor;  // "attn_q"
-  std::string_view kind;    // "weight" or "bias"; "" of "ssm_a"
+  std::string_view kind;    // "weight" or "bias"; "" of a name without an ending, "ssm_a"
 };
 
 /// Returns the parts of "blk.3.attn_q.weight"; nothing for a name of another form.

@@ -114,7 +114,7 @@ const TypeMixture* find_type_mixture(std::string_view name) {
 std::string_view tensor_type(const TypeMixture& mixture, const TensorPlace& place) {
   if (place.shape.size() < 2 || !ends_with(place.name, ".weight")) return "F32";
   for (const char* end : {"_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight",
-                          "ssm_conv1d.weight", "position_embd.weight"}) {
+                          "ssm_conv1d.weight", "shortconv.conv.weight", "position_embd.weight"}) {
     if (ends_with(place.name, end)) return "F32";
   }
   const std::string_view wanted = wanted_type(mixture, place, place.name);

@@ -75,7 +75,7 @@ EncodingStore::EncodingStore(std::unique_ptr<WeightStore> stored, const gguf::Ty
                              const ModelConfig& config)
     : m_stored(std::move(stored)),
       m_mixture(mixture),
-      m_architecture(gguf::architecture_for_types(config.architecture)),
+      m_architecture(gguf::architecture_for_types(config.architecture, config.experts.has_value())),
       m_layers(config.num_hidden_layers),
       m_is_tied(config.tie_word_embeddings),
       m_heads_per_group(config.query_group()),

@@ -69,12 +69,7 @@ void granite_rows(GgufFields& f) {
   all_biases(f);
   // Files of hybrid models use this key to say that no layer has RoPE.
   f.require_key("rope.scaling.finetuned", true);
-  f.factor("embedding_scale", "embedding_multiplier", 1, f.model.embedding_multiplier);
-  f.factor("residual_scale", "residual_multiplier", 1, f.model.residual_multiplier);
-  f.positive("logit_scale", "logits_scaling", f.model.logits_divisor);
-  const double absent = 1 / std::sqrt(static_cast<double>(f.head_dim));
-  f.config["attention_multiplier"] = f.find_factor("attention.scale", absent);
-  if (f.model.attention_multiplier) f.add("attention.scale", *f.model.attention_multiplier);
+  granite_factors(f);
 }
 
 void granitemoe_rows(GgufFields& f) {
@@ -105,7 +100,7 @@ void dots1_rows(GgufFields& f) {
 
 void glm4moe_rows(GgufFields& f) {
   glm4_rows(f);
-  f.config["use_qk_norm"] = f.has_in_first("attn_q_norm.weight");
+  f.config["use_qk_norm"] = f.has_in_layers("attn_q_norm.weight");
   grouped_experts(f, sigmoid);
   expert_groups(f);
 }
@@ -315,7 +310,7 @@ void exaone4_rows(GgufFields& f) {
 void no_gate(GgufFields& f, const char* activation, const char* bias_field, Activation expected) {
   f.require(f.model.activation == expected, "hidden_act", activation, "another one");
   f.config["hidden_act"] = activation;
-  f.config[bias_field] = f.mlp_bias = f.has_in_first("ffn_up.bias");
+  f.config[bias_field] = f.mlp_bias = f.has_in_layers("ffn_up.bias");
 }
 
 void arcee_rows(GgufFields& f) {
@@ -368,7 +363,7 @@ void gptneox_rows(GgufFields& f) {
   f.norm_bias = true;
   no_gate(f, "gelu", "attention_bias", Activation::gelu);
   f.mlp_bias = true;
-  f.qkv_bias = f.output_bias = f.has_in_first("attn_qkv.bias");
+  f.qkv_bias = f.output_bias = f.has_in_layers("attn_qkv.bias");
   f.config["attention_bias"] = f.qkv_bias;
   rotary_factor(f);
   f.flag("use_parallel_residual", "use_parallel_residual", f.model.is_parallel);
@@ -376,7 +371,7 @@ void gptneox_rows(GgufFields& f) {
 
 /// One norm of two parallel parts is that of the older decoder, with one KV head.
 void falcon_rows(GgufFields& f) {
-  const bool has_two_norms = f.has_in_first("attn_norm_2.weight");
+  const bool has_two_norms = f.has_in_layers("attn_norm_2.weight");
   f.norm_bias = true;
   f.demand("bias", false, f.model.qkv_bias);
   f.require(f.model.is_parallel, "parallel_attn", "true", "false");
@@ -462,7 +457,7 @@ void olmoe_rows(GgufFields& f) {
 }
 
 void command_r_rows(GgufFields& f) {
-  f.config["use_qk_norm"] = f.has_in_first("attn_q_norm.weight");
+  f.config["use_qk_norm"] = f.has_in_layers("attn_q_norm.weight");
   no_attention_bias(f);
   tied_head(f);
   f.positive("logit_scale", "logit_scale", 1 / f.model.logits_divisor);
@@ -536,6 +531,12 @@ const std::vector<GgufFamily>& gguf_families() {
       {"falcon", falcon_rows},
       {"stablelm", stablelm_rows},
       {"olmo", olmo_rows},
+      {"lfm2", lfm2_rows},
+      {"lfm2moe", lfm2moe_rows},
+      {"granitehybrid", granitehybrid_rows},
+      {"falcon-h1", falcon_h1_rows},
+      {"nemotron_h", nemotron_h_rows},
+      {"nemotron_h_moe", nemotron_h_rows},
       {"deepseek2", youtu_rows, "YoutuForCausalLM", is_youtu},
       {"deepseek2", mistral4_rows, "Mistral4ForCausalLM", is_mistral4},
       {"deepseek2", deepseek_v2_rows, "DeepseekV2ForCausalLM", is_deepseek_v2},

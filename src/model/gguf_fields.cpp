@@ -20,6 +20,8 @@ const ModelConfig& no_model() {
     config.rope_scaling.emplace();
     config.delta_net.emplace();
     config.latent.emplace();
+    config.state_space.emplace();
+    config.short_convolution.emplace();
     config.experts.emplace().intermediate_size = 1;
     return config;
   }();
@@ -62,8 +64,11 @@ void GgufFields::number(const char* key, const char* field, double value) {
   add(key, value);
 }
 
-bool GgufFields::has_in_first(std::string_view name) const {
-  return tensor(gguf::name_in_layer(0, name)) != nullptr;
+bool GgufFields::has_in_layers(std::string_view name) const {
+  for (std::int64_t l = 0; reads() && l < layers; ++l) {
+    if (tensor(gguf::name_in_layer(l, name)) != nullptr) return true;
+  }
+  return false;
 }
 
 std::string GgufFields::own(std::string_view key) const {
@@ -98,6 +103,32 @@ std::optional<std::int64_t> GgufFields::find_uniform(std::string_view key) {
              fmt::format("{} and {}", numbers->front(), other));
   }
   return numbers->front();
+}
+
+std::vector<std::int64_t> GgufFields::numbers_of_layers(std::string_view key) {
+  const auto count = static_cast<std::size_t>(layers);
+  const gguf::MetadataValue* const value = m_metadata.find(own(key));
+  if (value == nullptr || value->type != gguf::ValueType::array) {
+    return std::vector<std::int64_t>(count, whole(key, 0));
+  }
+  auto numbers =
+      *m_metadata.find_integers(read(key), static_cast<std::uint64_t>(blocks), 0, max_extent);
+  numbers.resize(count);
+  return numbers;
+}
+
+std::int64_t GgufFields::common_number(std::string_view key,
+                                       const std::vector<std::int64_t>& numbers) const {
+  std::int64_t common = 0;
+  for (const std::int64_t number : numbers) {
+    if (number == 0 || number == common) continue;
+    if (common != 0) {
+      fail_key(key, "the same number for all layers, or 0",
+               fmt::format("{} and {}", common, number));
+    }
+    common = number;
+  }
+  return common;
 }
 
 void GgufFields::require_key(std::string_view key, const json& value) {

@@ -44,10 +44,12 @@ class GgufFields {
   std::int64_t head_dim = 0;
   /// Values of a head that RoPE turns.
   std::int64_t rotary_dim = 0;
+  /// Whether layers have attention, and feed-forward parts, in files that say so; empty: all have.
+  std::vector<bool> layers_attend, layers_feed_forward;
   /// The biases of a file. `expert_biases`: of the router and of all experts.
   bool qkv_bias = false, output_bias = false, mlp_bias = false, expert_biases = false;
-  /// Those of the norms of the residual stream, and of the output head.
-  bool norm_bias = false, head_bias = false;
+  /// Those of the norms of the residual stream, of the output head, and of convolutions.
+  bool norm_bias = false, head_bias = false, convolution_bias = false;
   /// The model routes tokens to experts; it embeds positions.
   bool has_experts = false, has_positions = false;
 
@@ -93,7 +95,8 @@ class GgufFields {
   const gguf::TensorEntry* tensor(std::string_view name) const {
     return reads() ? m_file->find(name) : nullptr;
   }
-  bool has_in_first(std::string_view tensor) const;
+  /// Returns whether one of the layers has this tensor, "attn_q.bias".
+  bool has_in_layers(std::string_view tensor) const;
   const gguf::Metadata& metadata() const { return m_metadata; }
   /// Returns the key's whole name.
   std::string own(std::string_view key) const;
@@ -115,6 +118,10 @@ class GgufFields {
   /// The flags of all blocks; nothing if the value is no array.
   std::optional<std::vector<bool>> find_flags(std::string_view key);
   std::optional<std::int64_t> find_uniform(std::string_view key);
+  /// A number from 0 on for each layer, whether the file has an array or one number for all blocks.
+  std::vector<std::int64_t> numbers_of_layers(std::string_view key);
+  /// Throws Error unless all of these numbers above 0 are the same. Returns it; 0: there is none.
+  std::int64_t common_number(std::string_view key, const std::vector<std::int64_t>& numbers) const;
   /// Throws Error if the key is there with another value, which the architecture cannot have.
   void require_key(std::string_view key, const nlohmann::json& value);
   [[noreturn]] void fail_key(std::string_view key, std::string_view expected,

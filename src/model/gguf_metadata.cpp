@@ -27,11 +27,16 @@ const Architecture& architecture_of_file(const gguf::Metadata& values) {
   if (type && *type != "model") values.fail(type_key, "'model'", files::in_quotes(*type));
   constexpr const char* key = "general.architecture";
   const std::string_view name = values.string(key);
+  const Architecture* found = nullptr;
   std::vector<std::string_view> names;
+  const bool has_experts = values.find_number(fmt::format("{}.expert_count", name)).value_or(0) > 0;
   for (const Architecture& known : gguf::architectures()) {
-    if (known.name == name) return known;
-    names.push_back(known.name);
+    if (known.name == name && (found == nullptr || known.has_experts == has_experts)) {
+      found = &known;
+    }
+    if (names.empty() || names.back() != known.name) names.push_back(known.name);
   }
+  if (found != nullptr) return *found;
   values.fail(key, files::alternatives(names), files::in_quotes(name));
 }
 
@@ -58,9 +63,49 @@ void context(GgufFields& f) {
   f.context = f.size("max_position_embeddings");
 }
 
+/// Widths of layers that are one part each: dense ones, or those of experts. 0: no such part.
+void widths_of_layers(GgufFields& f, const char* key) {
+  const std::int64_t width =
+      f.model.experts ? f.model.experts->intermediate_size : f.model.intermediate_size;
+  json of_model = json::array();
+  for (const LayerConfig& layer : f.model.layers) {
+    of_model.push_back(layer.has_feed_forward ? width : 0);
+  }
+  f.add(key, of_model);
+  if (!f.reads()) return;
+  const auto widths = f.numbers_of_layers(key);
+  for (const std::int64_t of_layer : widths) f.layers_feed_forward.push_back(of_layer > 0);
+  f.config["intermediate_size"] = std::max<std::int64_t>(1, f.common_number(key, widths));
+}
+
+/// Files that do not absorb the maps of latents have keys of all heads.
+std::int64_t kv_heads_in_gguf(const GgufFields& f) {
+  const bool has_joined_maps = f.architecture.has_latents && !f.architecture.has_tensor("attn_k_b");
+  return has_joined_maps ? f.model.num_attention_heads : f.model.num_key_value_heads;
+}
+
+/// KV heads; none in layers without attention.
+void kv_heads(GgufFields& f) {
+  constexpr const char* key = "attention.head_count_kv";
+  constexpr const char* field = "num_key_value_heads";
+  const std::int64_t heads = f.size("num_attention_heads");
+  if (!f.architecture.has_states) return f.uniform(key, field, kv_heads_in_gguf(f), heads);
+  json of_model = json::array();
+  for (const LayerConfig& layer : f.model.layers) {
+    of_model.push_back(layer.has_attention() ? f.model.num_key_value_heads : 0);
+  }
+  f.add(key, of_model);
+  if (!f.reads()) return;
+  const auto numbers = f.numbers_of_layers(key);
+  for (const std::int64_t number : numbers) f.layers_attend.push_back(number > 0);
+  const std::int64_t common = f.common_number(key, numbers);
+  f.config[field] = common > 0 ? common : heads;
+}
+
 /// The dense width. No layer of qwen35moe has a dense part, and published files lack the key.
 void width(GgufFields& f) {
   constexpr const char* key = "feed_forward_length";
+  if (f.architecture.has_single_parts) return widths_of_layers(f, key);
   if (f.architecture.name != "qwen35moe") {
     return f.uniform(key, "intermediate_size", f.model.intermediate_size);
   }
@@ -121,24 +166,21 @@ void vocabulary(GgufFields& f) {
   f.add("vocab_size", f.model.vocab_size);
 }
 
-/// Files that do not absorb the maps of latents have keys of all heads.
-std::int64_t kv_heads_in_gguf(const GgufFields& f) {
-  const bool has_joined_maps = f.architecture.has_latents && !f.architecture.has_tensor("attn_k_b");
-  return has_joined_maps ? f.model.num_attention_heads : f.model.num_key_value_heads;
-}
-
 /// The rows of all families.
 void common_fields(GgufFields& f) {
+  constexpr const char* layer_key = "attention.layer_norm_epsilon";
+  constexpr const char* rms_key = "attention.layer_norm_rms_epsilon";
   const bool layer_norms = f.architecture.has_layer_norms;
   layers(f);
   context(f);
   f.integer("embedding_length", "hidden_size", f.model.hidden_size);
   width(f);
   f.uniform("attention.head_count", "num_attention_heads", f.model.num_attention_heads);
-  f.uniform("attention.head_count_kv", "num_key_value_heads", kv_heads_in_gguf(f),
-            f.size("num_attention_heads"));
+  kv_heads(f);
   head(f);
-  f.positive(layer_norms ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon",
+  const bool is_named_alike = f.architecture.has_single_parts;
+  if (is_named_alike) f.add(rms_key, f.model.rms_norm_eps);
+  f.positive(layer_norms || is_named_alike ? layer_key : rms_key,
              family_of(f.architecture.class_names.front()).norm_eps_field, f.model.rms_norm_eps);
   vocabulary(f);
   f.config["hidden_act"] = "silu";
@@ -147,7 +189,10 @@ void common_fields(GgufFields& f) {
 }
 
 std::string dtype_of(const GgufFields& f) {
-  const gguf::TensorEntry* const weights = f.tensor("blk.0.attn_output.weight");
+  const gguf::TensorEntry* weights = nullptr;
+  for (std::int64_t l = 0; l < f.layers && weights == nullptr; ++l) {
+    weights = f.tensor(gguf::name_in_layer(l, "attn_output.weight"));
+  }
   if (weights == nullptr || weights->format == nullptr) return "bfloat16";
   if (weights->format->name == "F32") return "float32";
   return weights->format->name == "F16" ? "float16" : "bfloat16";
@@ -192,22 +237,27 @@ bool is_read_in_layer(const GgufFields& f, const gguf::NameInLayer& parts) {
     return std::find(names.begin(), names.end(), tensor) != names.end();
   };
   if (tensor == "exp_probs_b" || tensor == "ssm_dt") return parts.kind == "bias";
-  if (tensor == "ssm_a") return parts.kind.empty();
+  const bool is_bare =
+      is_one_of({"ssm_a", "ssm_d"}) || (tensor == "ffn_norm" && f.architecture.name == "falcon-h1");
+  if (is_bare || parts.kind.empty()) return is_bare && parts.kind.empty();
   if (parts.kind == "weight") return true;
   if (is_one_of({"attn_q", "attn_k", "attn_v", "attn_qkv"})) return f.qkv_bias;
   if (tensor == "attn_output") return f.output_bias;
+  if (tensor == "ssm_conv1d") return f.convolution_bias;
   if (is_one_of({"attn_norm", "attn_norm_2", "ffn_norm"})) return f.norm_bias;
   if (is_routed) return f.expert_biases;
   return is_one_of({"ffn_gate", "ffn_up", "ffn_down"}) && f.mlp_bias;
 }
 
 bool is_read(const GgufFields& f, std::string_view name) {
-  for (const char* whole :
-       {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}) {
+  for (const char* whole : {"token_embd.weight", "output.weight", "rope_freqs.weight"}) {
     if (name == whole) return true;
   }
   if (name == "output_norm.bias") return f.norm_bias;
   if (name == "output.bias") return f.head_bias;
+  const bool is_lfm = f.architecture.has_tensor("shortconv.conv");
+  if (name == "output_norm.weight") return !is_lfm;
+  if (name == "token_embd_norm.weight") return is_lfm;
   if (name == "position_embd.weight") return f.has_positions;
   if (name == "rope_factors_long.weight" || name == "rope_factors_short.weight") {
     return f.architecture.name == "phi3" || f.architecture.name == "minicpm3";
@@ -267,7 +317,8 @@ std::optional<gguf::ModelFile> read_config(const fs::path& model) {
 }
 
 const Architecture& gguf_architecture(const ModelConfig& config, const fs::path& folder) {
-  const Architecture* const found = gguf::architecture_of(config.architecture);
+  const Architecture* const found =
+      gguf::architecture_of(config.architecture, config.experts.has_value());
   if (found != nullptr) return *found;
   throw Error(fmt::format("{}: architectures: expected one that GGUF has a name for, found {}",
                           gguf::name_of_model_file(folder, "config.json"), config.architecture));

@@ -15,14 +15,14 @@ namespace kvzap::model {
 using nlohmann::json;
 
 void attention_bias(GgufFields& f, bool with_output, const char* field) {
-  f.qkv_bias = f.has_in_first("attn_q.bias");
+  f.qkv_bias = f.has_in_layers("attn_q.bias");
   f.output_bias = with_output && f.qkv_bias;
   f.config[field] = f.qkv_bias;
 }
 
 void all_biases(GgufFields& f) {
   attention_bias(f, true);
-  f.config["mlp_bias"] = f.mlp_bias = f.has_in_first("ffn_gate.bias");
+  f.config["mlp_bias"] = f.mlp_bias = f.has_in_layers("ffn_gate.bias");
 }
 
 void no_attention_bias(GgufFields& f) {
@@ -128,6 +128,15 @@ void windows(GgufFields& f, std::int64_t absent) {
   f.config["sliding_window"] = window;
   f.add(window_key, window);
   pattern_of_layers(f, "sliding_attention");
+}
+
+void granite_factors(GgufFields& f) {
+  f.factor("embedding_scale", "embedding_multiplier", 1, f.model.embedding_multiplier);
+  f.factor("residual_scale", "residual_multiplier", 1, f.model.residual_multiplier);
+  f.positive("logit_scale", "logits_scaling", f.model.logits_divisor);
+  const double absent = 1 / std::sqrt(static_cast<double>(f.head_dim));
+  f.config["attention_multiplier"] = f.find_factor("attention.scale", absent);
+  if (f.model.attention_multiplier) f.add("attention.scale", *f.model.attention_multiplier);
 }
 
 void experts(GgufFields& f, const char* count_field, std::int64_t gating,

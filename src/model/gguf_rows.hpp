@@ -45,6 +45,17 @@ std::int64_t window_of(GgufFields& f, std::int64_t absent);
 /// Layers with a window; `absent`: its length without the key.
 void windows(GgufFields& f, std::int64_t absent = 0);
 
+/// The factors of embedding, attention, residuals and logits of Granite.
+void granite_factors(GgufFields& f);
+
+// Families whose layers keep states (gguf_state_rows.cpp).
+
+void lfm2_rows(GgufFields& f);
+void lfm2moe_rows(GgufFields& f);
+void granitehybrid_rows(GgufFields& f);
+void falcon_h1_rows(GgufFields& f);
+void nemotron_h_rows(GgufFields& f);
+
 // Experts.
 
 /// The experts of a token, and their number. `width` has the rows for their width. The graph of an

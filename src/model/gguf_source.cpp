@@ -105,6 +105,9 @@ struct Stack {
   /// file.
   std::int64_t first_row = 0;
   ValueForm form = ValueForm::same;
+  std::vector<float> factors = {};  // of rows; empty: 1
+  /// The folder has a vector, the file's shape rows.
+  bool is_vector = false;
   /// Reads rows in another way, if set.
   std::function<void(std::int64_t first, std::int64_t end, float* target)> read = nullptr;
 };
@@ -136,7 +139,7 @@ SourceTensor tensor_of(Stack stack) {
   tensor.where = stack.parts.front()->description();
   if (stack.is_of_experts) {
     tensor.shape.insert(tensor.shape.begin(), static_cast<std::int64_t>(stack.parts.size()));
-  } else if (tensor.shape.size() == 2 && tensor.shape.front() == 1) {
+  } else if (!stack.is_vector && tensor.shape.size() == 2 && tensor.shape.front() == 1) {
     tensor.shape.erase(tensor.shape.begin());  // as other programs write it
   }
   tensor.release = [parts = stack.parts] {
@@ -148,7 +151,17 @@ SourceTensor tensor_of(Stack stack) {
   }
   tensor.read = [stack = std::move(stack)](std::int64_t first, std::int64_t end, float* target) {
     if (stack.is_of_experts) return read_stack(stack, first, end, target);
-    read_reordered(*stack.parts.front(), stack.shape, stack.order, first, end, target);
+    if (stack.is_vector) {
+      const std::int64_t columns = stack.shape.back();
+      stack.parts.front()->read(0, 1, first * columns, end * columns, target);
+    } else {
+      read_reordered(*stack.parts.front(), stack.shape, stack.order, first, end, target);
+    }
+    for (std::int64_t row = first; row < end && !stack.factors.empty(); ++row) {
+      const float factor = stack.factors[static_cast<std::size_t>(row)];
+      float* const values = target + (row - first) * stack.shape.back();
+      std::for_each(values, values + stack.shape.back(), [=](float& value) { value *= factor; });
+    }
     if (stack.form == ValueForm::same) return;
     std::for_each(target, target + (end - first) * stack.shape.back(),
                   [&](float& value) { value = to_form(stack.form, value); });
@@ -217,13 +230,14 @@ Stack stack_of(const gguf::TensorName& place, const NamedTensor& named, const Mo
                const gguf::Architecture& architecture) {
   Stack stack{place.name, named.shape};
   stack.is_of_experts = place.expert.has_value();
-  // A convolution is a matrix in files.
-  if (stack.shape.size() == 3) stack.shape.erase(stack.shape.begin() + 1);
+  stack.shape = shape_in_gguf(config, named.name, named.shape);
+  stack.is_vector = named.shape.size() == 1 && stack.shape.size() > 1;
   stack.order = order_in_gguf(config, architecture, named.name);
   if (architecture.interleaves_heads && reorders_queries_and_keys(named.name)) {
     stack.order.rows = interleaved_rows(named.shape.front(), config.head_dim);
   }
   stack.form = form_in_gguf(config, named.name);
+  stack.factors = row_factors(config, named.name, named.shape.front());
   return stack;
 }
 
@@ -288,7 +302,13 @@ GgufSource open_folder(const fs::path& folder) {
   const std::shared_ptr<const WeightStore> store = open_weights(folder);
   GgufSource source;
   describe(config, source);
-  source.is_tied = config.tie_word_embeddings;
+  // Files that include factors have those of a tied table in two tables.
+  const auto scales_alike = [](const ModelConfig& model) {
+    return model.embedding_multiplier == 1 && model.logits_divisor == 1;
+  };
+  const bool adds_head =
+      config.tie_word_embeddings && gguf_includes_factors(config) && !scales_alike(config);
+  source.is_tied = config.tie_word_embeddings && !adds_head;
   source.file_bytes = bytes_in(folder);
   source.add_metadata = [config, folder](std::uint32_t file_type, gguf::GgufWriter& writer) {
     add_configuration(config, folder, file_type, writer);
@@ -296,6 +316,13 @@ GgufSource open_folder(const fs::path& folder) {
   };
   for (Stack& stack : stacks_of(config, architecture, *store)) {
     source.tensors.push_back(tensor_of(std::move(stack)));
+  }
+  if (adds_head) {
+    const std::vector<std::int64_t> shape = {config.vocab_size, config.hidden_size};
+    const std::string table = fmt::format("{}.weight", family_of(config).tensors.embedding);
+    Stack head{"output.weight", shape, {store->at(table, shape)}};
+    head.factors = row_factors(config, family_of(config).tensors.head, config.vocab_size);
+    source.tensors.push_back(tensor_of(std::move(head)));
   }
   for (RopeFactors& factors : rope_factors(config)) {
     source.tensors.push_back(rope_tensor(folder, std::move(factors)));

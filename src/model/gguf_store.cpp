@@ -123,7 +123,7 @@ bool fits(const Shape& expected, const Shape& found) {
 
 GgufStore::GgufStore(const std::filesystem::path& file) : m_file(gguf::GgufFile::open(file)) {
   m_config = ModelConfig::load(file);
-  m_architecture = gguf::architecture_of(m_config.architecture);
+  m_architecture = gguf::architecture_of(m_config.architecture, m_config.experts.has_value());
   if (m_architecture->interleaves_heads) m_interleaved_head = m_config.head_dim;
   if (m_config.experts) m_experts = m_config.experts->count;
 }
@@ -174,9 +174,9 @@ std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& 
     parts.push_back(open(*place, {shape.back(), shape.front()}, 0));
     return fused_experts(std::move(parts), shape.back(), shape.front(), false);
   }
-  // A convolution is a matrix in files.
-  const Shape stored = shape.size() == 3 ? Shape{shape.front(), shape.back()} : shape;
-  auto tensor = open(*place, stored, makes_queries_or_keys(name) ? m_interleaved_head : 0);
+  const Shape stored = shape_in_gguf(m_config, name, shape);
+  auto tensor =
+      open(*place, stored, makes_queries_or_keys(name) ? m_interleaved_head : 0, shape.size() == 1);
   const TensorOrder order = order_in_gguf(m_config, *m_architecture, name);
   if (!order.rows.empty() || !order.columns.empty()) {
     std::vector<std::unique_ptr<StoredTensor>> parts;
@@ -219,7 +219,7 @@ std::unique_ptr<StoredTensor> GgufStore::slice(const std::string& name, const Te
 }
 
 std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, const Shape& shape,
-                                              std::int64_t head) const {
+                                              std::int64_t head, bool is_vector) const {
   const gguf::TensorEntry* const entry = find(place);
   const bool is_stacked = place.expert && (entry == nullptr || entry->name == place.name);
   Shape expected = shape;
@@ -241,9 +241,11 @@ std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, con
     throw Error(fmt::format("{}: expected shape [{}], found [{}]", where, fmt::join(expected, ", "),
                             fmt::join(entry->shape, ", ")));
   }
-  const std::int64_t rows =
+  std::int64_t rows =
       std::accumulate(shape.begin(), shape.end() - 1, std::int64_t(1), std::multiplies<>());
-  Slice slice{*entry, entry->data, rows, shape.back(),
+  std::int64_t columns = shape.back();
+  if (is_vector) columns *= std::exchange(rows, 1);
+  Slice slice{*entry, entry->data, rows, columns,
               fmt::format("{}: tensor {}", *entry->file, entry->name)};
   if (is_stacked) {
     if (*place.expert >= m_experts) {
@@ -255,7 +257,7 @@ std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, con
                   static_cast<std::size_t>(*place.expert);
     slice.where += fmt::format(", expert {}", *place.expert);
   }
-  return std::make_unique<GgufTensor>(std::move(slice), shape.size() == 1, head);
+  return std::make_unique<GgufTensor>(std::move(slice), is_vector || shape.size() == 1, head);
 }
 
 bool GgufStore::has(std::string_view name) const {

@@ -37,10 +37,11 @@ class GgufStore final : public WeightStore {
   std::unique_ptr<StoredTensor> delta_inputs(std::string_view name,
                                              const std::vector<std::string>& places,
                                              const std::vector<std::int64_t>& shape) const;
-  /// Opens the tensor at `place`. `head`: see m_interleaved_head.
+  /// Opens the tensor at `place`, of this shape in the file. `head`: see m_interleaved_head.
+  /// `is_vector`: its values become one vector.
   std::unique_ptr<StoredTensor> open(const gguf::TensorName& place,
-                                     const std::vector<std::int64_t>& shape,
-                                     std::int64_t head) const;
+                                     const std::vector<std::int64_t>& shape, std::int64_t head,
+                                     bool is_vector = false) const;
 
   gguf::GgufFile m_file;
   const gguf::Architecture* m_architecture = nullptr;

@@ -1,7 +1,10 @@
 #include "model/gguf_tensors.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -289,7 +292,7 @@ std::vector<std::int64_t> rows_without_blocks(const DeltaNetConfig& net) {
 }  // namespace
 
 ValueForm form_in_gguf(const ModelConfig& config, std::string_view name) {
-  if (ends_with(name, ".linear_attn.A_log")) return ValueForm::negative_exponential;
+  if (ends_with(name, ".A_log")) return ValueForm::negative_exponential;
   const bool adds_one =
       ends_with(name, "norm.weight") && !ends_with(name, ".linear_attn.norm.weight");
   return adds_one && family_of(config).tensors.norms_add_one ? ValueForm::plus_one
@@ -311,6 +314,55 @@ float to_form(ValueForm form, float value) {
 std::unique_ptr<StoredTensor> from_form(std::unique_ptr<StoredTensor> tensor, ValueForm form) {
   if (form == ValueForm::same) return tensor;
   return std::make_unique<FormedTensor>(std::move(tensor), form);
+}
+
+std::vector<std::int64_t> shape_in_gguf(const ModelConfig& config, std::string_view name,
+                                        const std::vector<std::int64_t>& shape) {
+  if (shape.size() == 3) return {shape.front(), shape.back()};  // a convolution
+  if (!config.state_space || shape.size() != 1) return shape;
+  if (ends_with(name, ".A_log") || ends_with(name, ".D")) return {shape.front(), 1};
+  const std::string norm = fmt::format(".{}.norm.weight", family_of(config).tensors.state_space);
+  const std::int64_t groups = config.state_space->groups;
+  if (ends_with(name, norm)) return {groups, shape.front() / groups};
+  return shape;
+}
+
+std::vector<float> row_factors(const ModelConfig& config, std::string_view name,
+                               std::int64_t rows) {
+  if (!gguf_includes_factors(config)) return {};
+  const auto all = [rows](double factor) {
+    return factor == 1
+               ? std::vector<float>()
+               : std::vector<float>(static_cast<std::size_t>(rows), static_cast<float>(factor));
+  };
+  const TensorNames& names = family_of(config).tensors;
+  const auto is = [&](std::string_view tensor) {
+    return name.find(tensor) != name.npos && !ends_with(name, ".norm.weight");
+  };
+  const StateSpaceConfig& space = *config.state_space;
+  if (is(names.embedding)) return all(config.embedding_multiplier);
+  if (is(names.head)) return all(1 / config.logits_divisor);
+  if (is(names.key)) {
+    return all(*config.attention_multiplier * std::sqrt(static_cast<double>(config.head_dim)));
+  }
+  if (is(names.output)) return all(config.attention_out_multiplier);
+  if (is(fmt::format(".{}.", names.gate))) return all(config.gate_multiplier);
+  if (is(fmt::format(".{}.", names.down))) return all(config.feed_forward_multiplier);
+  if (is(fmt::format("{}.out_proj.", names.state_space))) return all(space.out_multiplier);
+  if (!is(fmt::format("{}.in_proj.", names.state_space))) return {};
+  const std::int64_t inner = space.inner_size(), of_groups = space.groups * space.state_dim;
+  const std::int64_t parts[] = {inner, inner, of_groups, of_groups, space.heads};
+  std::vector<float> factors;
+  for (std::size_t i = 0; i < std::size(parts); ++i) {
+    factors.insert(factors.end(), static_cast<std::size_t>(parts[i]),
+                   static_cast<float>(space.in_multipliers[i]));
+  }
+  const bool are_one = std::all_of(factors.begin(), factors.end(), [](float f) { return f == 1; });
+  return are_one ? std::vector<float>() : factors;
+}
+
+bool gguf_includes_factors(const ModelConfig& config) {
+  return config.layer(0).mixing == TokenMixing::attention_and_state_space;
 }
 
 bool is_transposed_map(const ModelConfig& config, std::string_view name,

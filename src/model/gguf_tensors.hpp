@@ -16,7 +16,7 @@ namespace kvzap::model {
 enum class ValueForm { same, plus_one, negative_exponential };
 
 /// Returns plus_one for norms of families that multiply by 1 + weight (TensorNames::norms_add_one),
-/// and negative_exponential for the logarithms of decays of delta nets.
+/// and negative_exponential for the logarithms of decays of delta nets and state spaces.
 ValueForm form_in_gguf(const ModelConfig& config, std::string_view name);
 
 /// Returns the value of the file.
@@ -24,6 +24,18 @@ float to_form(ValueForm form, float value);
 
 /// Returns the checkpoint's tensor of a file's `tensor`.
 std::unique_ptr<StoredTensor> from_form(std::unique_ptr<StoredTensor> tensor, ValueForm form);
+
+/// Returns the shape in files of a tensor of this shape in checkpoints. Convolutions are matrices;
+/// vectors of state spaces have one column, and their norm has a row for each group.
+std::vector<std::int64_t> shape_in_gguf(const ModelConfig& config, std::string_view name,
+                                        const std::vector<std::int64_t>& shape);
+
+/// Returns whether the weights of files include the model's factors of embedding, attention, state
+/// spaces, feed-forward parts and logits, for which the format has no keys (Falcon-H1).
+bool gguf_includes_factors(const ModelConfig& config);
+
+/// Returns the factor of each row of a tensor that its values in files include; empty: all are 1.
+std::vector<float> row_factors(const ModelConfig& config, std::string_view name, std::int64_t rows);
 
 /// Returns whether checkpoints hold the map `name` as (inputs, outputs), unlike files
 /// (TensorNames::maps_are_transposed).

@@ -26,10 +26,13 @@ ARCHITECTURES = {
     "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "glm": "chatglm", "exaone4": "exaone4", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_moe": "hunyuan-moe", "gpt2": "gpt2", "gpt_bigcode": "starcoder", "jais2": "jais2", "cohere_norms": "command-r",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "youtu": "deepseek2", "mistral4": "mistral4",
-    "minicpm3": "minicpm3",
+    "minicpm3": "minicpm3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "granitemoehybrid_dense": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "nemotron_h_dense": "nemotron_h",
 }
+# Further models of a folder.
+FOLDERS = {"nemotron_h_dense": "nemotron_h"}
 # Tensors that the package's list of an architecture lacks.
-UNLISTED = {"command-r": ("attn_q_norm", "attn_k_norm")}
+UNLISTED = {"command-r": ("blk.{}.attn_q_norm", "blk.{}.attn_k_norm"), "lfm2moe": ("output",)}
 # Fields of folders with settings that the architecture fixes in GGUF.
 FIXED = {
     "gemma2": {"query_pre_attn_scalar": 16}, "gemma3_text": {"query_pre_attn_scalar": 16},
@@ -45,12 +48,22 @@ FIXED = {
     "minicpm3": {"scale_emb": 12, "dim_model_base": 256},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4},
     "youtu": {"rope_interleave": True},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "granitemoehybrid": {"mamba_conv_bias": True},
+    "falcon_h1": {"mamba_norm_before_gate": False, "embedding_multiplier": 1.0, "lm_head_multiplier": 1.0, "key_multiplier": 1.0,
+                  "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0],
+                  "ssm_multipliers": [1.0] * 5},
+    "nemotron_h": {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe", "linear_attention", "full_attention", "moe"]},
+    "nemotron_h_dense": {"layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "full_attention",
+                                               "mlp"]},
 }
 # Layers that take the place of others, as the format fixes which ones have experts or RoPE.
-LAYERS = {"smollm3": (1, 3), "glm4_moe_lite": (1, 2)}
+LAYERS = {"smollm3": [(1, 3)], "glm4_moe_lite": [(1, 2)], "nemotron_h": [(0, 3)], "nemotron_h_dense": [(3, 0), (3, 6)]}
 # Biases that the architecture lacks in GGUF: their field, and the ends of their names.
 BIASES = {"seed_oss": ("attention_out_bias", "o_proj.bias"), "ernie4_5": ("use_bias", ".bias"), "cohere": ("attention_bias", ".bias"),
-          "deepseek_v3": ("attention_bias", ("proj.bias", "mqa.bias"))}
+          "deepseek_v3": ("attention_bias", ("proj.bias", "mqa.bias")), "granitemoehybrid": ("mamba_proj_bias", "proj.bias"),
+          "lfm2": ("conv_bias", ("conv.bias", "proj.bias")), "nemotron_h": ("use_bias", "proj.bias"),
+          "nemotron_h_dense": ("use_bias", "proj.bias")}
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 MXFP4 = 39  # a type of tensors
 TENSOR_BYTES = {F32: 4, BF16: 2}
@@ -166,14 +179,20 @@ class Families(TestCase):
     def folder_of(self, name):
         """The golden folder, or one that the format can hold."""
         if name not in FIXED and name not in BIASES:
-            return FAMILIES / name
+            return FAMILIES / FOLDERS.get(name, name)
         field, ends = BIASES.get(name, (None, ()))
-        folder = self.copy(FAMILIES / name, name, **FIXED.get(name, {}), **({field: False} if field else {}))
+        folder = self.copy(FAMILIES / FOLDERS.get(name, name), name, **FIXED.get(name, {}), **({field: False} if field else {}))
         tensors = {key: item for key, item in read_safetensors(folder / "model.safetensors").items() if not key.endswith(ends)}
-        if name in LAYERS:
-            source, target = (f"model.layers.{layer}." for layer in LAYERS[name])
+        for pair in LAYERS.get(name, ()):
+            source, target = (f"{'backbone' if name.startswith('nemotron_h') else 'model'}.layers.{layer}." for layer in pair)
             tensors = {key: item for key, item in tensors.items() if not key.startswith(target)}
             tensors.update({key.replace(source, target): item for key, item in tensors.items() if key.startswith(source)})
+        if name == "granitemoehybrid":  # files need a bias of each convolution
+            tensors.update({key.replace("weight", "bias"): ("BF16", shape[:1], random_values(shape[0], 0.2, key))
+                            for key, (_, shape, _) in tensors.items() if key.endswith("conv1d.weight")})
+        for key, (dtype, shape, data) in tensors.items():
+            if dtype == "F32" and key.endswith("mixer.gate.weight"):  # a folder made of a file has BF16
+                tensors[key] = "BF16", shape, b"".join(data[i + 2:i + 4] for i in range(0, len(data), 4))
         write_safetensors(folder / "model.safetensors", tensors)
         return folder
 
@@ -182,7 +201,7 @@ class Families(TestCase):
         for name in ARCHITECTURES:
             with self.subTest(name=name):
                 folder = self.folder_of(name)
-                prompt, expected = golden(name)
+                prompt, expected = golden(FOLDERS.get(name, name))
                 if name in FIXED or name in BIASES:
                     expected = self.ids(folder, prompt)
                 file = self.convert(folder, f"{name}.gguf")
@@ -197,7 +216,10 @@ class Families(TestCase):
                     if name == "mistral4" and ".experts." in key:
                         continue
                     self.assertEqual(shape, before[key][1])
-                    if name.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):  # the file holds 1 + weight as F32
+                    if key.endswith("A_log"):  # the file holds -exp(A_log)
+                        for a, b in zip(struct.unpack(f"<{shape[0]}f", data), bf16_values(before[key][2])):
+                            self.assertAlmostEqual(a, b, delta=1e-6)
+                    elif (name.startswith("gemma") or name == "nemotron") and key.endswith("norm.weight"):  # the file holds 1 + weight as F32
                         for a, b in zip(bf16_values(data), bf16_values(before[key][2])):
                             self.assertAlmostEqual(a, b, delta=1e-7)
                     elif dtype == before[key][0]:
@@ -259,26 +281,26 @@ class Families(TestCase):
                 file = self.convert(folder, f"{name}.gguf")
                 reader = gguf.GGUFReader(file)
                 kind = next(key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
-                layers = config.get("num_hidden_layers", config.get("n_layer"))
+                layers = config.get("num_hidden_layers", config.get("n_layer")) or len(config["layers_block_type"])
                 known = {gguf.TENSOR_NAMES[tensor].format(bid=layer) for tensor in gguf.MODEL_TENSORS[kind] for layer in range(layers)}
                 if name in ("qwen2_moe", "qwen3_moe"):  # these have a dense layer, unlike published models
                     dense = {"qwen2_moe": (0, 2), "qwen3_moe": (1,)}[name]
                     known.update(f"blk.{layer}.ffn_{part}" for layer in dense for part in ("gate", "up", "down"))
-                known.update(f"blk.{layer}.{tensor}" for layer in range(layers) for tensor in UNLISTED.get(architecture, ()))
+                known.update(tensor.format(layer) for layer in range(layers) for tensor in UNLISTED.get(architecture, ()))
                 for tensor in reader.tensors:
-                    self.assertIn(tensor.name.rsplit(".", 1)[0], known)
+                    self.assertIn(tensor.name.removesuffix(".weight").removesuffix(".bias"), known)
                 shapes = {tensor.name: [int(extent) for extent in reversed(tensor.shape)] for tensor in reader.tensors}
-                experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if key in config), 0)
+                up = next((key for key in shapes if key.endswith("ffn_up_exps.weight")), None)
+                experts = up and next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if key in config), None)
                 if experts:
                     width = config.get("moe_intermediate_size", config["intermediate_size"])
-                    layer = 0 if name == "qwen3_moe" else 1
-                    self.assertEqual(shapes[f"blk.{layer}.ffn_up_exps.weight"], [experts, width, config["hidden_size"]])
+                    self.assertEqual(shapes[up], [experts, width, config["hidden_size"]])
                 values = {key: field.contents() for key, field in reader.fields.items() if key.startswith(architecture + ".")}
                 self.assertEqual(values[f"{architecture}.block_count"], layers)
-                self.assertEqual(values.get(f"{architecture}.expert_count", 0), experts)
-                self.assertEqual(values.get(f"{architecture}.expert_used_count", 0), config.get("num_experts_per_tok", config.get("moe_topk", config.get("moe_k", 0))))
+                self.assertEqual(values.get(f"{architecture}.expert_count"), experts)
+                self.assertEqual(values.get(f"{architecture}.expert_used_count"), experts and config.get("num_experts_per_tok", config.get("moe_topk", config.get("moe_k", 0))))
                 field = next((key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon") if key in config), None)
-                norm = "norm_rms" if field == "rms_norm_eps" else "norm"
+                norm = "norm_rms" if field == "rms_norm_eps" or name.startswith("lfm2") else "norm"
                 self.assertAlmostEqual(values[f"{architecture}.attention.layer_{norm}_epsilon"], config.get(field, 1e-5))
                 if architecture in ("cohere2", "gemma2", "gemma3", "gpt-oss", "olmo2"):
                     self.assertEqual(values.get(f"{architecture}.attention.sliding_window"), config.get("sliding_window"))

@@ -230,6 +230,64 @@ class Hybrids(TestCase):
         del file.values["qwen35.full_attention_interval"]
         self.assertEqual(self.ids(file.write(self.folder / "absent.gguf")), expected)
 
+    def test_factors_of_falcon_h1(self):
+        """Files include the factors in the weights. Those of powers of two change no digit."""
+        factors = {"embedding_multiplier": 4.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "attention_out_multiplier": 2.0,
+                   "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.25, "mlp_multipliers": [2.0, 0.5],
+                   "ssm_multipliers": [0.5, 2.0, 4.0, 1.0, 0.25], "mamba_norm_before_gate": False}
+        for is_tied in (False, True):
+            with self.subTest(is_tied=is_tied):
+                folder = self.copy(FAMILIES / "falcon_h1", f"falcon-{is_tied}", **factors, tie_word_embeddings=is_tied)
+                if is_tied:
+                    tensors = read_safetensors(folder / "model.safetensors")
+                    del tensors["lm_head.weight"]
+                    write_safetensors(folder / "model.safetensors", tensors)
+                expected, path = self.ids(folder), self.convert(folder, f"falcon-{is_tied}.gguf")
+                file, tensors = Gguf(path), read_safetensors(folder / "model.safetensors")
+                self.assertIn("output.weight", file.tensors)  # the factors of a tied table differ
+                for key, tensor, factor in (("token_embd", "embed_tokens", 4), ("blk.1.attn_k", "layers.1.self_attn.k_proj", 0.5),
+                                            ("blk.1.ffn_gate", "layers.1.feed_forward.gate_proj", 2),
+                                            ("blk.1.ssm_in", "layers.1.mamba.in_proj", 1)):
+                    found = floats(file.tensors[f"{key}.weight"])[0]
+                    self.assertEqual(found, factor * bf16_values(tensors[f"model.{tensor}.weight"][2])[0], key)
+                self.assertEqual(self.ids(path), expected)
+                self.assertEqual(self.ids(path, ranks=2), expected)
+                back = self.convert(path, f"falcon-{is_tied}-back")
+                self.assertEqual(self.ids(back), expected)
+                self.assertNotIn("embedding_multiplier", json.loads((back / "config.json").read_text()))
+
+    def test_malformed_states(self):
+        cases = [
+            ("lfm2_moe", {"routed_scaling_factor": 1.0}, "lfm2moe", [
+                ("shortconv.l_cache", 0, "shortconv.l_cache: expected a whole number from 1 to 16, found 0"),
+                ("shortconv.l_cache", 1 << 31, "shortconv.l_cache: expected a whole number from 1 to 16, found 2147483648"),
+                ("attention.sliding_window", 8, "attention.sliding_window: expected 0, as the architecture has no other, found 8"),
+                ("attention.head_count_kv", [0, 0, 2, 1], "attention.head_count_kv: expected the same number for all layers, or 0, found 2 and 1"),
+                ("attention.head_count_kv", [0, 0, 2], "attention.head_count_kv: expected an array of 4 whole numbers"),
+                ("attention.head_count_kv", [0, 0, -2, 0], "attention.head_count_kv[2]: expected a whole number from 0"),
+                ("attention.head_count_kv", [0, 2, 2, 0], "tensor 'blk.1.attn_q.weight' of shape [80, 80] is missing"),
+                ("expert_gating_func", 1, "expert_gating_func: expected 2, as the architecture has no other, found 1")]),
+            ("granitemoehybrid_dense", {}, "granitehybrid", [
+                ("ssm.state_size", 0, "ssm.state_size: expected a whole number from 1 to 65536, found 0"),
+                ("ssm.state_size", 1 << 17, "ssm.state_size: expected a whole number from 1 to 65536, found 131072"),
+                ("ssm.time_step_rank", 3, "ssm.inner_size: expected a multiple of ssm.time_step_rank (3), found 128"),
+                ("ssm.group_count", 3, "mamba_n_groups: expected a divisor of mamba_n_heads (4), found 3"),
+                ("ssm.inner_size", 64, "mamba_n_heads: expected heads that have 128 channels together, found 4 of 16"),
+                ("ssm.conv_kernel", 3, "tensor 'blk.1.ssm_conv1d.weight': expected shape [192, 3], found [192, 2]")]),
+        ]
+        for name, changes, architecture, faults in cases:
+            made = self.convert(self.copy(FAMILIES / name, name, **changes), f"{name}.gguf")
+            for key, item, message in faults:
+                with self.subTest(name=name, key=key, item=item):
+                    file = Gguf(made)
+                    if isinstance(item, list):
+                        file.values[f"{architecture}.{key}"] = struct.pack(f"<IIQ{len(item)}i", 9, 5, len(item), *item)
+                    elif item >= 1 << 31:
+                        file.values[f"{architecture}.{key}"] = struct.pack("<II", 4, item)
+                    else:
+                        file.set(f"{architecture}.{key}", item)
+                    self.fail_with(kvzap("-m", file.write(self.folder / "spoilt.gguf"), "--token-ids", "-p", "1"), message)
+
     def test_layers_for_prediction(self):
         for name in ("qwen3_5_text", "qwen3_5_moe_text"):
             with self.subTest(name=name):

@@ -791,7 +791,8 @@ TEST(Families, EveryTensorHasANameInGguf) {
     if (!fs::exists(entry.path() / "config.json")) continue;
     SCOPED_TRACE(entry.path().filename().string());
     const ModelConfig config = ModelConfig::load(entry.path());
-    const auto* architecture = kvzap::gguf::architecture_for_types(config.architecture);
+    const auto* architecture =
+        kvzap::gguf::architecture_for_types(config.architecture, config.experts.has_value());
     const bool is_in_gguf = kvzap::gguf::architecture_of(config.architecture) != nullptr;
     for (const auto& tensor : kvzap::model::tensors_of(config)) {
       const bool has_name = kvzap::gguf::first_gguf_name(*architecture, tensor.name) != tensor.name;

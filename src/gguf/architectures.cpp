@@ -265,8 +265,9 @@ std::vector<Architecture> latent_architectures(const TensorLists& lists) {
   const TensorList joined =
       lists.norms + lists.dense + query +
       TensorList{"attn_kv_a_mqa", "attn_kv_a_norm", "attn_kv_b", "attn_output"};
-  const TensorList deepseek = joined + lists.experts + lists.shared +
-                              TensorList{"attn_q", "attn_k_b", "attn_v_b", "exp_probs_b"};
+  const TensorList deepseek =
+      joined + lists.experts + lists.shared +
+      TensorList{"attn_q", "attn_k_b", "attn_v_b", "exp_probs_b", "ffn_gate_up_exps"};
   std::vector<Architecture> all = {
       {"deepseek2",
        {"DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM",
@@ -277,6 +278,39 @@ std::vector<Architecture> latent_architectures(const TensorLists& lists) {
       {"mistral4", {"Mistral4ForCausalLM"}, !interleaves, partial, deepseek},
       {"minicpm3", {"MiniCPM3ForCausalLM"}, !interleaves, partial, joined}};
   for (Architecture& architecture : all) architecture.has_latents = true;
+  return all;
+}
+
+/// Gemma 3n and 4.
+std::vector<Architecture> architectures_with_layer_inputs(const TensorLists& lists) {
+  const std::vector<std::pair<std::string_view, std::string_view>> names = {
+      {"post_attention_layernorm", "post_attention_norm"}};
+  const std::vector<std::string_view> gemma4_classes = {"Gemma4ForCausalLM",
+                                                        "Gemma4UnifiedForCausalLM"};
+  const TensorList gemma =
+      lists.qwen3 + lists.post_norms + TensorList{"inp_gate", "proj", "post_norm"};
+  const TensorList gemma4 = gemma + TensorList{"layer_output_scale"};
+  const TensorList streams = {"altup_correct_coef", "altup_correct_scale", "altup_predict_coef",
+                              "altup_router",       "altup_router_norm",   "laurel_l",
+                              "laurel_r",           "laurel_post_norm"};
+  std::vector<Architecture> all = {
+      {"gemma3n",
+       {"Gemma3nForCausalLM"},
+       !interleaves,
+       !partial,
+       gemma + streams,
+       5,
+       !layer_norms,
+       names},
+      {"gemma4", gemma4_classes, !interleaves, !partial, gemma4, 6, !layer_norms, names},
+      {"gemma4", gemma4_classes, !interleaves, !partial,
+       gemma4 + lists.experts +
+           TensorList{"ffn_gate_up_exps", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"},
+       6, !layer_norms, names}};
+  for (Architecture& architecture : all) {
+    if (architecture.class_names != gemma4_classes) continue;
+    architecture.has_experts = architecture.has_tensor("ffn_up_exps");
+  }
   return all;
 }
 
@@ -318,9 +352,10 @@ std::vector<Architecture> architectures_with_states(const TensorLists& lists) {
 std::vector<Architecture> all_architectures() {
   const TensorLists lists;
   std::vector<Architecture> all = architectures_with_full_attention(lists);
-  for (const auto& more : {architectures_with_windows(lists), hybrid_architectures(lists),
-                           architectures_with_layer_norms(lists), latent_architectures(lists),
-                           architectures_with_states(lists)}) {
+  for (const auto& more :
+       {architectures_with_windows(lists), hybrid_architectures(lists),
+        architectures_with_layer_norms(lists), latent_architectures(lists),
+        architectures_with_states(lists), architectures_with_layer_inputs(lists)}) {
     all.insert(all.end(), more.begin(), more.end());
   }
   for (Architecture& architecture : all) {

@@ -10,25 +10,34 @@ namespace {
 
 using NamePair = std::pair<std::string_view, std::string_view>;  // Hugging Face, GGUF
 
-constexpr NamePair whole_names[] = {{"model.embed_tokens.weight", "token_embd.weight"},
-                                    {"model.norm.weight", "output_norm.weight"},
-                                    {"lm_head.weight", "output.weight"},
-                                    {"model.norm.bias", "output_norm.bias"},
-                                    {"model.embedding_norm.weight", "token_embd_norm.weight"},
-                                    {"backbone.embeddings.weight", "token_embd.weight"},
-                                    {"backbone.norm_f.weight", "output_norm.weight"},
-                                    {"model.final_layernorm.weight", "output_norm.weight"},
-                                    {"model.final_layernorm.bias", "output_norm.bias"},
-                                    {"lm_head.bias", "output.bias"},
-                                    {"gpt_neox.embed_in.weight", "token_embd.weight"},
-                                    {"gpt_neox.final_layer_norm.weight", "output_norm.weight"},
-                                    {"gpt_neox.final_layer_norm.bias", "output_norm.bias"},
-                                    {"embed_out.weight", "output.weight"},
-                                    {"transformer.word_embeddings.weight", "token_embd.weight"},
-                                    {"transformer.wte.weight", "token_embd.weight"},
-                                    {"transformer.wpe.weight", "position_embd.weight"},
-                                    {"transformer.ln_f.weight", "output_norm.weight"},
-                                    {"transformer.ln_f.bias", "output_norm.bias"}};
+constexpr NamePair whole_names[] = {
+    {"model.embed_tokens.weight", "token_embd.weight"},
+    {"model.norm.weight", "output_norm.weight"},
+    {"lm_head.weight", "output.weight"},
+    {"model.norm.bias", "output_norm.bias"},
+    {"model.embed_tokens_per_layer.weight", "per_layer_token_embd.weight"},
+    {"model.per_layer_model_projection.weight", "per_layer_model_proj.weight"},
+    {"model.per_layer_projection_norm.weight", "per_layer_proj_norm.weight"},
+    {"model.embedding_norm.weight", "token_embd_norm.weight"},
+    {"backbone.embeddings.weight", "token_embd.weight"},
+    {"backbone.norm_f.weight", "output_norm.weight"},
+    {"model.final_layernorm.weight", "output_norm.weight"},
+    {"model.final_layernorm.bias", "output_norm.bias"},
+    {"lm_head.bias", "output.bias"},
+    {"gpt_neox.embed_in.weight", "token_embd.weight"},
+    {"gpt_neox.final_layer_norm.weight", "output_norm.weight"},
+    {"gpt_neox.final_layer_norm.bias", "output_norm.bias"},
+    {"embed_out.weight", "output.weight"},
+    {"transformer.word_embeddings.weight", "token_embd.weight"},
+    {"transformer.wte.weight", "token_embd.weight"},
+    {"transformer.wpe.weight", "position_embd.weight"},
+    {"transformer.ln_f.weight", "output_norm.weight"},
+    {"transformer.ln_f.bias", "output_norm.bias"}};
+
+// Whole names of tensors that are one in files; {} is a number.
+constexpr NamePair stacked_names[] = {
+    {"model.altup_projections.{}.weight", "altup_proj.weight"},
+    {"model.altup_unembed_projections.{}.weight", "altup_unembd_proj.weight"}};
 
 // Without ".weight" and ".bias"; {} is an expert's number. An architecture uses the first pair
 // whose second name it has.
@@ -87,6 +96,23 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"linear_attn.conv1d", "ssm_conv1d"},
                                     {"linear_attn.norm", "ssm_norm"},
                                     {"linear_attn.out_proj", "ssm_out"},
+                                    {"per_layer_input_gate", "inp_gate"},
+                                    {"per_layer_projection", "proj"},
+                                    {"post_per_layer_input_norm", "post_norm"},
+                                    {"altup.router_norm", "altup_router_norm"},
+                                    {"altup.modality_router", "altup_router"},
+                                    {"altup.prediction_coefs", "altup_predict_coef"},
+                                    {"altup.correction_coefs", "altup_correct_coef"},
+                                    {"laurel.linear_left", "laurel_l"},
+                                    {"laurel.linear_right", "laurel_r"},
+                                    {"laurel.post_laurel_norm", "laurel_post_norm"},
+                                    {"post_feedforward_layernorm_1", "post_ffw_norm_1"},
+                                    {"pre_feedforward_layernorm_2", "pre_ffw_norm_2"},
+                                    {"post_feedforward_layernorm_2", "post_ffw_norm_2"},
+                                    {"router.proj", "ffn_gate_inp"},
+                                    {"experts.{}.gate_proj", "ffn_gate_exps"},
+                                    {"experts.{}.up_proj", "ffn_up_exps"},
+                                    {"experts.{}.down_proj", "ffn_down_exps"},
                                     {"operator_norm", "attn_norm"},
                                     {"ffn_norm", "ffn_norm"},
                                     {"norm", "attn_norm"},
@@ -162,6 +188,10 @@ constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.expe
 constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
                                    {"linear_attn.A_log", "ssm_a"},
                                    {"linear_attn.dt_bias", "ssm_dt.bias"},
+                                   {"altup.correct_output_scale", "altup_correct_scale.weight"},
+                                   {"layer_scalar", "layer_output_scale.weight"},
+                                   {"router.scale", "ffn_gate_inp.scale"},
+                                   {"router.per_expert_scale", "ffn_down_exps.scale"},
                                    {"pre_ff_layernorm.weight", "ffn_norm"},
                                    {"mamba.A_log", "ssm_a"},
                                    {"mamba.D", "ssm_d"},
@@ -172,6 +202,10 @@ constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
 
 // The names in a layer of files that have no ending; of ffn_norm in files of Falcon-H1 alone.
 constexpr std::string_view names_without_kind[] = {"ssm_a", "ssm_d", "ffn_norm"};
+
+// Factors of the router's input and of the outputs of experts.
+constexpr std::string_view names_of_scales[] = {"ffn_gate_inp", "ffn_down_exps"};
+constexpr std::string_view scale_end = ".scale";
 
 // Biases that Hugging Face's checkpoints name otherwise.
 constexpr std::string_view correction_names[] = {
@@ -247,6 +281,10 @@ std::optional<std::pair<std::string_view, std::string_view>> split_kind(std::str
 std::optional<TensorName> gguf_name(const Architecture& architecture, std::string_view name) {
   for (const auto& [published, own] : whole_names) {
     if (published == name) return TensorName{std::string(own)};
+  }
+  for (const auto& [published, own] : stacked_names) {
+    TensorName place{std::string(own)};
+    if (matches(name, published, place.expert)) return place;
   }
   const auto in_layer = split_published(name);
   if (!in_layer) return std::nullopt;
@@ -357,6 +395,12 @@ std::optional<NameInLayer> parse_name_in_layer(std::string_view name) {
   if (!in_layer) return std::nullopt;
   for (const std::string_view bare : names_without_kind) {
     if (in_layer->second == bare) return NameInLayer{in_layer->first, bare, {}};
+  }
+  for (const std::string_view scaled : names_of_scales) {
+    const bool begins = begins_with(in_layer->second, scaled);
+    if (begins && in_layer->second.substr(scaled.size()) == scale_end) {
+      return NameInLayer{in_layer->first, in_layer->second.substr(0, scaled.size()), "scale"};
+    }
   }
   const auto parts = split_kind(in_layer->second);
   if (!parts) return std::nullopt;

@@ -14,8 +14,8 @@ namespace kvzap::gguf {
 /// The place in a GGUF file of a tensor of Hugging Face's checkpoints.
 struct TensorName {
   std::string name;
-  /// Set if the tensor is that of one expert: its index in the tensor of all experts, whose extents
-  /// are (experts, rows, columns).
+  /// Set if the tensor is one of several that the file has in one tensor (number, rows, columns),
+  /// such as those of experts: its number.
   std::optional<std::int64_t> expert = std::nullopt;
 };
 
@@ -62,7 +62,7 @@ std::string older_expert_name(const TensorName& place);
 struct NameInLayer {
   std::int64_t layer = 0;
   std::string_view tensor;  // "attn_q"
-  std::string_view kind;    // "weight" or "bias"; "" of a name without an ending, "ssm_a"
+  std::string_view kind;    // "weight", "bias" or "scale"; "" of a name without an ending, "ssm_a"
 };
 
 /// Returns the parts of "blk.3.attn_q.weight"; nothing for a name of another form.

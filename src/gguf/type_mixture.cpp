@@ -117,6 +117,9 @@ std::string_view tensor_type(const TypeMixture& mixture, const TensorPlace& plac
                           "ssm_conv1d.weight", "shortconv.conv.weight", "position_embd.weight"}) {
     if (ends_with(place.name, end)) return "F32";
   }
+  for (const char* part : {"altup", "laurel", "per_layer_model_proj"}) {
+    if (place.name.find(part) != place.name.npos) return "F32";
+  }
   const std::string_view wanted = wanted_type(mixture, place, place.name);
   if (fits(wanted, place)) return wanted;
   const std::string_view smaller = wanted == "Q4_K"   ? "Q5_0"

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gguf/tensor_names.hpp"
+#include "model/gguf_gemma.hpp"
 #include "model/gguf_latent.hpp"
 #include "model/gguf_rows.hpp"
 
@@ -531,6 +532,8 @@ const std::vector<GgufFamily>& gguf_families() {
       {"falcon", falcon_rows},
       {"stablelm", stablelm_rows},
       {"olmo", olmo_rows},
+      {"gemma3n", gemma3n_rows},
+      {"gemma4", gemma4_rows},
       {"lfm2", lfm2_rows},
       {"lfm2moe", lfm2moe_rows},
       {"granitehybrid", granitehybrid_rows},

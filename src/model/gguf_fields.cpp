@@ -22,6 +22,8 @@ const ModelConfig& no_model() {
     config.latent.emplace();
     config.state_space.emplace();
     config.short_convolution.emplace();
+    config.layer_inputs.emplace();
+    config.alt_up.emplace();
     config.experts.emplace().intermediate_size = 1;
     return config;
   }();
@@ -151,6 +153,9 @@ void GgufFields::add(std::string_view key, const json& value) {
   if (value.is_number_float()) m_writer->add_f32(name, value.get<float>());
   if (value.is_string()) m_writer->add_string(name, value.get_ref<const std::string&>());
   if (!value.is_array()) return;
+  if (value.front().is_number_float()) {
+    return m_writer->add_f32s(name, value.get<std::vector<float>>());
+  }
   if (value.front().is_boolean()) return m_writer->add_flags(name, value.get<std::vector<bool>>());
   m_writer->add_i32s(name, value.get<std::vector<std::int32_t>>());
 }

@@ -161,6 +161,9 @@ inline bool ends_period(std::int64_t layer, std::int64_t period) {
 
 /// The rows of RoPE.
 void rope_fields(GgufFields& fields);
+/// Returns the values of a tensor of factors of RoPE, one for each pair that turns. Throws Error
+/// unless it is there, with finite values above 0.
+std::vector<float> rope_factors_of(const GgufFields& fields, const char* name);
 /// Refuses scaling of RoPE by a tensor of factors, and by yarn unless it `may_be_yarn`: programs do
 /// not read them in files of some architectures.
 void require_scaling_by_keys(const GgufFields& fields, bool may_be_yarn);

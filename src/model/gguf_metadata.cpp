@@ -10,6 +10,7 @@
 #include "gguf/tensor_names.hpp"
 #include "model/families/family.hpp"
 #include "model/gguf_fields.hpp"
+#include "model/gguf_gemma.hpp"
 #include "model/gguf_latent.hpp"
 
 namespace kvzap::model {
@@ -166,6 +167,14 @@ void vocabulary(GgufFields& f) {
   f.add("vocab_size", f.model.vocab_size);
 }
 
+/// The sizes of all layers but those of Gemma 4.
+void uniform_sizes(GgufFields& f) {
+  f.architecture.name == "gemma3n" ? gemma3n_widths(f) : width(f);
+  f.uniform("attention.head_count", "num_attention_heads", f.model.num_attention_heads);
+  kv_heads(f);
+  head(f);
+}
+
 /// The rows of all families.
 void common_fields(GgufFields& f) {
   constexpr const char* layer_key = "attention.layer_norm_epsilon";
@@ -174,10 +183,8 @@ void common_fields(GgufFields& f) {
   layers(f);
   context(f);
   f.integer("embedding_length", "hidden_size", f.model.hidden_size);
-  width(f);
-  f.uniform("attention.head_count", "num_attention_heads", f.model.num_attention_heads);
-  kv_heads(f);
-  head(f);
+  const bool is_gemma4 = f.architecture.name == "gemma4";
+  is_gemma4 ? gemma4_sizes(f) : uniform_sizes(f);
   const bool is_named_alike = f.architecture.has_single_parts;
   if (is_named_alike) f.add(rms_key, f.model.rms_norm_eps);
   f.positive(layer_norms || is_named_alike ? layer_key : rms_key,
@@ -185,7 +192,7 @@ void common_fields(GgufFields& f) {
   vocabulary(f);
   f.config["hidden_act"] = "silu";
   f.config["tie_word_embeddings"] = f.tensor("output.weight") == nullptr;
-  rope_fields(f);
+  is_gemma4 ? gemma4_rope(f) : rope_fields(f);
 }
 
 std::string dtype_of(const GgufFields& f) {
@@ -233,6 +240,10 @@ bool is_read_in_layer(const GgufFields& f, const gguf::NameInLayer& parts) {
   if (!f.architecture.has_tensor(tensor)) return false;
   const bool is_routed = gguf::is_of_experts(tensor) || tensor == "ffn_gate_inp";
   if (is_routed && !f.has_experts) return false;
+  if (parts.kind == "scale") {
+    return f.architecture.name == "gemma4" &&
+           (tensor == "ffn_gate_inp" || tensor == "ffn_down_exps");
+  }
   const auto is_one_of = [&](std::initializer_list<std::string_view> names) {
     return std::find(names.begin(), names.end(), tensor) != names.end();
   };
@@ -252,6 +263,14 @@ bool is_read_in_layer(const GgufFields& f, const gguf::NameInLayer& parts) {
 bool is_read(const GgufFields& f, std::string_view name) {
   for (const char* whole : {"token_embd.weight", "output.weight", "rope_freqs.weight"}) {
     if (name == whole) return true;
+  }
+  if (name.substr(0, 10) == "per_layer_" || name.substr(0, 6) == "altup_") {
+    for (const char* whole : {"per_layer_token_embd.weight", "per_layer_model_proj.weight",
+                              "per_layer_proj_norm.weight"}) {
+      if (name == whole) return f.architecture.has_tensor("inp_gate");
+    }
+    const bool is_map = name == "altup_proj.weight" || name == "altup_unembd_proj.weight";
+    return is_map && f.architecture.has_tensor("altup_router");
   }
   if (name == "output_norm.bias") return f.norm_bias;
   if (name == "output.bias") return f.head_bias;

@@ -233,6 +233,13 @@ void rope_fields(GgufFields& f) {
   }
 }
 
+std::vector<float> rope_factors_of(const GgufFields& fields, const char* name) {
+  const TensorEntry* const tensor = fields.tensor(name);
+  if (tensor != nullptr) return factors_of(fields, *tensor);
+  throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", fields.metadata().file(),
+                          name, fields.rotary_dim / 2));
+}
+
 void require_scaling_by_keys(const GgufFields& fields, bool may_be_yarn) {
   if (!fields.model.rope_scaling) return;
   const RopeType type = fields.model.rope_scaling->type;
@@ -246,6 +253,14 @@ void refuse_scaling(const GgufFields& fields) {
 }
 
 std::vector<RopeFactors> rope_factors(const ModelConfig& config) {
+  if (config.scales_layers) {  // Gemma 4: pairs that do not turn have a very large factor
+    constexpr float still = 1e30F;
+    RopeFactors factors{freqs_name, {}};
+    for (const float frequency : rope_inverse_frequencies(config, 0)) {
+      factors.values.push_back(frequency > 0 ? 1 : still);
+    }
+    return {factors};
+  }
   if (!config.rope_scaling) return {};
   const RopeScaling& scaling = *config.rope_scaling;
   if (scaling.type == RopeType::longrope) {

@@ -82,6 +82,33 @@ std::uintmax_t bytes_in(const fs::path& folder) {
   return bytes;
 }
 
+/// Tensors of zeros that llama.cpp expects in layers without keys and values of their own, and does
+/// not use.
+std::vector<SourceTensor> unused_tensors(const ModelConfig& config) {
+  std::vector<SourceTensor> tensors;
+  const auto add = [&](std::int64_t layer, const char* name, std::vector<std::int64_t> shape) {
+    SourceTensor tensor;
+    tensor.name = gguf::name_in_layer(layer, name);
+    tensor.shape = std::move(shape);
+    tensor.where = tensor.name;
+    const std::int64_t columns = tensor.columns();
+    tensor.read = [columns](std::int64_t first, std::int64_t end, float* target) {
+      std::fill(target, target + (end - first) * columns, 0.0F);
+    };
+    tensor.release = [] {};
+    tensors.push_back(std::move(tensor));
+  };
+  for (std::int64_t l = 0; config.alt_up && l < config.num_hidden_layers; ++l) {
+    if (config.layer(l).rows_of < 0) continue;
+    const std::vector<std::int64_t> map = {config.num_key_value_heads * config.head_dim,
+                                           config.hidden_size};
+    add(l, "attn_k.weight", map);
+    add(l, "attn_v.weight", map);
+    add(l, "attn_k_norm.weight", {config.head_dim});
+  }
+  return tensors;
+}
+
 SourceTensor rope_tensor(const fs::path& folder, RopeFactors factors) {
   SourceTensor tensor;
   tensor.name = factors.name;
@@ -226,6 +253,23 @@ void append_latent_maps(const NamedTensor& named, const std::vector<std::string>
   }
 }
 
+/// Appends the table of inputs of layers with a row for each token: tokens beyond the folder's rows
+/// have the first one.
+void append_layer_table(const gguf::TensorName& place, const NamedTensor& named,
+                        const ModelConfig& config, const WeightStore& store,
+                        std::vector<Stack>& stacks) {
+  const std::int64_t rows = named.shape.front(), columns = named.shape.back();
+  const std::shared_ptr<const StoredTensor> table = store.at(named.name, named.shape);
+  Stack stack{place.name, {config.vocab_size, columns}, {table}};
+  stack.read = [=](std::int64_t first, std::int64_t end, float* target) {
+    for (std::int64_t row = first; row < end; ++row, target += columns) {
+      const std::int64_t own = row < rows ? row : 0;
+      table->read(own, own + 1, 0, columns, target);
+    }
+  };
+  stacks.push_back(std::move(stack));
+}
+
 Stack stack_of(const gguf::TensorName& place, const NamedTensor& named, const ModelConfig& config,
                const gguf::Architecture& architecture) {
   Stack stack{place.name, named.shape};
@@ -273,6 +317,10 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
       continue;
     }
     const gguf::TensorName place = gguf::gguf_name(architecture, named.name).value();
+    if (config.layer_inputs && place.name == "per_layer_token_embd.weight") {
+      append_layer_table(place, named, config, store, stacks);
+      continue;
+    }
     const auto [found, is_new] = places.emplace(place.name, stacks.size());
     if (is_new) stacks.push_back(stack_of(place, named, config, architecture));
     if (is_transposed_map(config, named.name, named.shape)) {
@@ -317,6 +365,7 @@ GgufSource open_folder(const fs::path& folder) {
   for (Stack& stack : stacks_of(config, architecture, *store)) {
     source.tensors.push_back(tensor_of(std::move(stack)));
   }
+  for (SourceTensor& unused : unused_tensors(config)) source.tensors.push_back(std::move(unused));
   if (adds_head) {
     const std::vector<std::int64_t> shape = {config.vocab_size, config.hidden_size};
     const std::string table = fmt::format("{}.weight", family_of(config).tensors.embedding);

@@ -218,12 +218,36 @@ std::unique_ptr<StoredTensor> GgufStore::slice(const std::string& name, const Te
   return joined_rows(std::move(parts), rows_of_part, columns == 0);
 }
 
+std::int64_t GgufStore::count_at(const gguf::TensorName& place) const {
+  const bool is_of_streams = m_config.alt_up && place.name.substr(0, 4) != "blk.";
+  return is_of_streams ? m_config.alt_up->streams - 1 : m_experts;
+}
+
+std::unique_ptr<StoredTensor> GgufStore::open_half(const gguf::TensorName& place,
+                                                   const Shape& shape) const {
+  constexpr std::string_view gate = "ffn_gate_exps.", up = "ffn_up_exps.";
+  if (!place.expert || shape.size() != 2 || !m_architecture->has_tensor("ffn_gate_up_exps")) {
+    return nullptr;
+  }
+  const bool is_up = place.name.find(up) != place.name.npos;
+  const std::size_t begin = place.name.find(is_up ? up : gate);
+  if (begin == place.name.npos) return nullptr;
+  const std::string both = place.name.substr(0, begin) + "ffn_gate_up_exps.weight";
+  if (m_file.find(both) == nullptr) return nullptr;
+  const std::int64_t rows = shape.front();
+  std::vector<std::int64_t> order(static_cast<std::size_t>(rows));
+  std::iota(order.begin(), order.end(), is_up ? rows : 0);
+  return from_rows(open({both, place.expert}, {2 * rows, shape.back()}, 0), std::move(order));
+}
+
 std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, const Shape& shape,
                                               std::int64_t head, bool is_vector) const {
+  if (auto half = open_half(place, shape)) return half;
   const gguf::TensorEntry* const entry = find(place);
   const bool is_stacked = place.expert && (entry == nullptr || entry->name == place.name);
   Shape expected = shape;
-  if (is_stacked) expected.insert(expected.begin(), m_experts);
+  const std::int64_t count = count_at(place);
+  if (is_stacked) expected.insert(expected.begin(), count);
   if (entry == nullptr) {
     throw Error(fmt::format("{}: tensor '{}' of shape [{}] is missing", m_file.metadata().file(),
                             place.name, fmt::join(expected, ", ")));
@@ -248,13 +272,13 @@ std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, con
   Slice slice{*entry, entry->data, rows, columns,
               fmt::format("{}: tensor {}", *entry->file, entry->name)};
   if (is_stacked) {
-    if (*place.expert >= m_experts) {
-      throw Error(fmt::format("{}: expected an expert below {}, found {}", where, m_experts,
-                              *place.expert));
+    if (*place.expert >= count) {
+      throw Error(
+          fmt::format("{}: expected an expert below {}, found {}", where, count, *place.expert));
     }
     // The shape is that of the entry, all of whose bytes lie in the file.
-    slice.data += entry->bytes / static_cast<std::size_t>(m_experts) *
-                  static_cast<std::size_t>(*place.expert);
+    slice.data +=
+        entry->bytes / static_cast<std::size_t>(count) * static_cast<std::size_t>(*place.expert);
     slice.where += fmt::format(", expert {}", *place.expert);
   }
   return std::make_unique<GgufTensor>(std::move(slice), is_vector || shape.size() == 1, head);

@@ -33,6 +33,12 @@ class GgufStore final : public WeightStore {
 
  private:
   const gguf::TensorEntry* find(const gguf::TensorName& place) const;
+  /// Returns the number of tensors that the file's tensor holds, one of which is at `place`.
+  std::int64_t count_at(const gguf::TensorName& place) const;
+  /// Opens the gate or the up projection of one expert, which the file has in one tensor; null: it
+  /// does not.
+  std::unique_ptr<StoredTensor> open_half(const gguf::TensorName& place,
+                                          const std::vector<std::int64_t>& shape) const;
   /// Opens a tensor of delta_input_names().
   std::unique_ptr<StoredTensor> delta_inputs(std::string_view name,
                                              const std::vector<std::string>& places,

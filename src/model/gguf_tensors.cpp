@@ -91,6 +91,31 @@ class JoinedRows final : public StoredTensor {
   bool m_is_vector;
 };
 
+class PickedRows final : public StoredTensor {
+ public:
+  PickedRows(std::unique_ptr<StoredTensor> tensor, std::vector<std::int64_t> rows)
+      : m_tensor(std::move(tensor)), m_rows(std::move(rows)) {}
+
+  void read(std::int64_t row_begin, std::int64_t row_end, std::int64_t begin, std::int64_t end,
+            float* target) const override {
+    for (std::int64_t row = row_begin; row < row_end; ++row, target += end - begin) {
+      m_tensor->read(stored(row), stored(row) + 1, begin, end, target);
+    }
+  }
+  std::string_view block_format() const override { return m_tensor->block_format(); }
+  const std::byte* row_blocks(std::int64_t row, std::vector<std::byte>& buffer) const override {
+    return m_tensor->row_blocks(stored(row), buffer);
+  }
+  std::string description() const override { return m_tensor->description(); }
+  void release() const override { m_tensor->release(); }
+
+ private:
+  std::int64_t stored(std::int64_t row) const { return m_rows[static_cast<std::size_t>(row)]; }
+
+  std::unique_ptr<StoredTensor> m_tensor;
+  std::vector<std::int64_t> m_rows;
+};
+
 class FusedExperts final : public StoredTensor {
  public:
   FusedExperts(std::vector<std::unique_ptr<StoredTensor>> experts, std::int64_t rows,
@@ -408,6 +433,11 @@ std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTenso
     return std::move(parts.front());
   }
   return std::make_unique<ReorderedTensor>(std::move(parts), rows, columns, order);
+}
+
+std::unique_ptr<StoredTensor> from_rows(std::unique_ptr<StoredTensor> tensor,
+                                        std::vector<std::int64_t> rows) {
+  return std::make_unique<PickedRows>(std::move(tensor), std::move(rows));
 }
 
 std::unique_ptr<StoredTensor> joined_rows(std::vector<std::unique_ptr<StoredTensor>> parts,

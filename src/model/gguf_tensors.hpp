@@ -62,6 +62,10 @@ std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTenso
                                          const std::vector<std::int64_t>& rows,
                                          std::int64_t columns, const TensorOrder& order);
 
+/// Returns these rows of a matrix.
+std::unique_ptr<StoredTensor> from_rows(std::unique_ptr<StoredTensor> tensor,
+                                        std::vector<std::int64_t> rows);
+
 /// Returns the rows of `parts`, `rows` of each, one part after the other. `is_vector`:
 /// the parts are vectors, which become matrices of one column.
 std::unique_ptr<StoredTensor> joined_rows(std::vector<std::unique_ptr<StoredTensor>> parts,

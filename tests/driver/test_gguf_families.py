@@ -28,11 +28,13 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "youtu": "deepseek2", "mistral4": "mistral4",
     "minicpm3": "minicpm3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
     "granitemoehybrid_dense": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "nemotron_h_dense": "nemotron_h",
+    "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_moe": "gemma4", "gemma4_unified": "gemma4",
 }
 # Further models of a folder.
 FOLDERS = {"nemotron_h_dense": "nemotron_h"}
 # Tensors that the package's list of an architecture lacks.
-UNLISTED = {"command-r": ("blk.{}.attn_q_norm", "blk.{}.attn_k_norm"), "lfm2moe": ("output",)}
+UNLISTED = {"command-r": ("blk.{}.attn_q_norm", "blk.{}.attn_k_norm"), "lfm2moe": ("output",),
+            "gemma4": ("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps")}
 # Fields of folders with settings that the architecture fixes in GGUF.
 FIXED = {
     "gemma2": {"query_pre_attn_scalar": 16}, "gemma3_text": {"query_pre_attn_scalar": 16},
@@ -48,6 +50,9 @@ FIXED = {
     "minicpm3": {"scale_emb": 12, "dim_model_base": 256},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4},
     "youtu": {"rope_interleave": True},
+    "gemma3n": {"layer_types": [f"{kind}_attention" for kind in "full sliding sliding full sliding full sliding".split()]},
+    "gemma4": {"layer_types": [f"{kind}_attention" for kind in "full sliding full sliding full sliding full full".split()],
+               "per_layer_config": {str(layer): {"head_dim": 24} for layer in (0, 2, 4, 6, 7)}},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
     "granitemoehybrid": {"mamba_conv_bias": True},
     "falcon_h1": {"mamba_norm_before_gate": False, "embedding_multiplier": 1.0, "lm_head_multiplier": 1.0, "key_multiplier": 1.0,
@@ -58,7 +63,7 @@ FIXED = {
                                                "mlp"]},
 }
 # Layers that take the place of others, as the format fixes which ones have experts or RoPE.
-LAYERS = {"smollm3": [(1, 3)], "glm4_moe_lite": [(1, 2)], "nemotron_h": [(0, 3)], "nemotron_h_dense": [(3, 0), (3, 6)]}
+LAYERS = {"smollm3": [(1, 3)], "glm4_moe_lite": [(1, 2)], "gemma4": [(2, 4)], "nemotron_h": [(0, 3)], "nemotron_h_dense": [(3, 0), (3, 6)]}
 # Biases that the architecture lacks in GGUF: their field, and the ends of their names.
 BIASES = {"seed_oss": ("attention_out_bias", "o_proj.bias"), "ernie4_5": ("use_bias", ".bias"), "cohere": ("attention_bias", ".bias"),
           "deepseek_v3": ("attention_bias", ("proj.bias", "mqa.bias")), "granitemoehybrid": ("mamba_proj_bias", "proj.bias"),
@@ -210,10 +215,11 @@ class Families(TestCase):
                 back = self.convert(file, f"{name}-back")
                 self.assertEqual(self.ids(back, prompt), expected)
                 before, after = (read_safetensors(model / "model.safetensors") for model in (folder, back))
-                if name != "mistral4":  # its folder has one tensor for all experts; kvzap writes one for each
+                fused = name in ("mistral4", "gemma4_moe")
+                if not fused:  # their folders have one tensor for all experts; kvzap writes one for each
                     self.assertEqual(set(before), set(after))
                 for key, (dtype, shape, data) in after.items():
-                    if name == "mistral4" and ".experts." in key:
+                    if fused and ".experts." in key or key.endswith("_per_layer.weight") and name == "gemma3n":  # has a row for each token
                         continue
                     self.assertEqual(shape, before[key][1])
                     if key.endswith("A_log"):  # the file holds -exp(A_log)
@@ -288,7 +294,7 @@ class Families(TestCase):
                     known.update(f"blk.{layer}.ffn_{part}" for layer in dense for part in ("gate", "up", "down"))
                 known.update(tensor.format(layer) for layer in range(layers) for tensor in UNLISTED.get(architecture, ()))
                 for tensor in reader.tensors:
-                    self.assertIn(tensor.name.removesuffix(".weight").removesuffix(".bias"), known)
+                    self.assertIn(tensor.name.removesuffix(".weight").removesuffix(".bias").removesuffix(".scale"), known)
                 shapes = {tensor.name: [int(extent) for extent in reversed(tensor.shape)] for tensor in reader.tensors}
                 up = next((key for key in shapes if key.endswith("ffn_up_exps.weight")), None)
                 experts = up and next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if key in config), None)
@@ -298,7 +304,7 @@ class Families(TestCase):
                 values = {key: field.contents() for key, field in reader.fields.items() if key.startswith(architecture + ".")}
                 self.assertEqual(values[f"{architecture}.block_count"], layers)
                 self.assertEqual(values.get(f"{architecture}.expert_count"), experts)
-                self.assertEqual(values.get(f"{architecture}.expert_used_count"), experts and config.get("num_experts_per_tok", config.get("moe_topk", config.get("moe_k", 0))))
+                self.assertEqual(values.get(f"{architecture}.expert_used_count"), experts and next(config[key] for key in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts") if key in config))
                 field = next((key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon") if key in config), None)
                 norm = "norm_rms" if field == "rms_norm_eps" or name.startswith("lfm2") else "norm"
                 self.assertAlmostEqual(values[f"{architecture}.attention.layer_{norm}_epsilon"], config.get(field, 1e-5))

@@ -72,6 +72,17 @@ const std::map<std::string, json>& changes() {
       {"glm4_moe_lite", {{"mlp_layer_types", {"dense", "sparse", "sparse"}}}},
       {"youtu", {{"rope_interleave", true}}},
       {"minicpm3", {{"scale_emb", 12}, {"dim_model_base", 256}}},
+      // Layers without rows read those of the two layers before them.
+      {"gemma3n",
+       {{"vocab_size_per_layer_input", 256},
+        {"layer_types",
+         {"full_attention", "sliding_attention", "sliding_attention", "full_attention",
+          "sliding_attention", "full_attention", "sliding_attention"}}}},
+      {"gemma4",
+       {{"per_layer_config", {{"4", {{"head_dim", 24}}}}},
+        {"layer_types",
+         {"full_attention", "sliding_attention", "full_attention", "sliding_attention",
+          "full_attention", "sliding_attention", "full_attention", "full_attention"}}}},
       {"lfm2", {{"conv_bias", false}}},
       {"lfm2_moe", {{"routed_scaling_factor", 1.0}}},
       {"granitemoehybrid", {{"mamba_proj_bias", false}, {"mamba_conv_bias", true}}},
@@ -79,6 +90,7 @@ const std::map<std::string, json>& changes() {
       {"falcon_h1_gates", unit_factors},
       {"nemotron_h",
        {{"use_bias", false},
+        {"intermediate_size", 24},
         {"layers_block_type", {"moe", "linear_attention", "full_attention", "moe"}}}},
       {"nemotron_h_states", {{"use_conv_bias", true}, {"num_key_value_heads", 2}}},
       {"qwen3_next", {{"linear_value_head_dim", 16}, {"linear_key_head_dim", 16}}},
@@ -115,8 +127,11 @@ void write_gguf(const ModelConfig& config, const fs::path& file) {
   };
   for (const auto& tensor : model::tensors_of(config)) {
     const std::string name = gguf::first_gguf_name(architecture, tensor.name);
-    const bool is_table = name == "token_embd.weight";
-    add(name, std::vector<float>(static_cast<std::size_t>(is_table ? config.vocab_size : 1)));
+    // Sizes of these say what the model is.
+    const bool is_table = name == "token_embd.weight" || name == "per_layer_token_embd.weight";
+    const bool is_map = name == "blk.0.laurel_l.weight";
+    const std::int64_t rows = is_table ? config.vocab_size : is_map ? tensor.shape.front() : 1;
+    add(name, std::vector<float>(static_cast<std::size_t>(rows)));
   }
   for (const auto& factors : model::rope_factors(config)) add(factors.name, factors.values);
   writer.write(file, [&](std::size_t index, const gguf::GgufWriter::Sink& sink) {
@@ -124,10 +139,11 @@ void write_gguf(const ModelConfig& config, const fs::path& file) {
   });
 }
 
-/// Returns the model's class. Files of GLM-4.7-Flash say no more than those of DeepSeek-V3.
+/// Returns the model's class. Files of some classes say no more than those of another one.
 std::string class_of(const ModelConfig& config) {
-  constexpr const char* flash = "Glm4MoeLiteForCausalLM";
-  return config.architecture == flash ? "DeepseekV3ForCausalLM" : config.architecture;
+  if (config.architecture == "Glm4MoeLiteForCausalLM") return "DeepseekV3ForCausalLM";
+  if (config.architecture == "Gemma4UnifiedForCausalLM") return "Gemma4ForCausalLM";
+  return config.architecture;
 }
 
 /// Returns what a model computes, also where no key of the metadata says so.
@@ -167,6 +183,13 @@ std::string described(const ModelConfig& c) {
     text += fmt::format("\nconvolution {} {}", c.short_convolution->kernel,
                         c.short_convolution->has_bias);
   }
+  if (c.layer_inputs) {
+    text += fmt::format("\ninputs {} {}", c.layer_inputs->size, c.layer_inputs->vocab_size);
+  }
+  if (c.alt_up) {
+    text += fmt::format("\nstreams {} {} {} {}", c.alt_up->streams, c.alt_up->active,
+                        c.alt_up->scales_output, c.alt_up->laurel_rank);
+  }
   if (c.latent) {
     const LatentConfig& l = *c.latent;
     text += fmt::format("\nlatent {} {} {} {} {}", l.rank, l.query_rank, l.nope_dim, l.rope_dim,
@@ -183,6 +206,11 @@ std::string described(const ModelConfig& c) {
     text += fmt::format("\nlayer {} {} {} {} {} {}", layer.has_rope, layer.has_experts,
                         static_cast<int>(layer.mixing), layer.window, layer.chunk,
                         layer.has_feed_forward);
+    const std::int64_t width = layer.intermediate_size;
+    text +=
+        fmt::format(" {} {} {} {} {} {} {}", layer.rows_of, width > 0 ? width : c.intermediate_size,
+                    layer.head_dim, layer.kv_heads_factor, layer.keeps_window,
+                    layer.values_are_keys, static_cast<float>(layer.gate_cutoff.value_or(0)));
   }
   return text;
 }

@@ -50,6 +50,21 @@ std::vector<Architecture> architectures_with_full_attention(const TensorLists& l
        !interleaves,
        partial,
        lists.norms + lists.attention + lists.qk_norms + lists.experts + TensorList{"exp_probs_b"}},
+      {"hy_v3",
+       {"HYV3ForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.qwen3 + lists.experts + lists.shared + TensorList{"exp_probs_b"}},
+      {"bitnet",
+       {"BitNetForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.llama + TensorList{"attn_sub_norm", "ffn_sub_norm"}},
+      {"apertus",
+       {"ApertusForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.norms + lists.attention + lists.qk_norms + lists.fused_dense},
       {"smollm3", {"SmolLM3ForCausalLM"}, interleaves, !partial, lists.llama},
       {"olmo2",
        {"Olmo2ForCausalLM", "Olmo3ForCausalLM"},
@@ -173,6 +188,21 @@ std::vector<Architecture> architectures_with_windows(const TensorLists& lists) {
        !partial,
        lists.attention + lists.qk_norms + lists.dense + lists.post_norms,
        4},
+      {"exaone-moe",
+       {"ExaoneMoeForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.qwen3 + lists.experts + lists.shared + TensorList{"exp_probs_b"},
+       4},
+      {"afmoe",
+       {"AfmoeForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.qwen3 + lists.post_norms + lists.experts + lists.shared +
+           TensorList{"exp_probs_b", "attn_gate"},
+       4,
+       !layer_norms,
+       gemma_names},
       {"llama4",
        {"Llama4ForCausalLM"},
        !interleaves,
@@ -361,9 +391,10 @@ std::vector<Architecture> all_architectures() {
   for (Architecture& architecture : all) {
     const bool is_qwen35 = architecture.name == "qwen35" || architecture.name == "qwen35moe";
     architecture.deals_value_heads = is_qwen35;
-    architecture.has_extra_blocks = is_qwen35 || architecture.name == "glm4moe" ||
-                                    architecture.name == "deepseek2" ||
-                                    architecture.name == "nemotron_h_moe";
+    architecture.has_extra_blocks = is_qwen35;
+    for (const char* name : {"glm4moe", "deepseek2", "nemotron_h_moe", "exaone-moe", "hy_v3"}) {
+      if (architecture.name == name) architecture.has_extra_blocks = true;
+    }
   }
   return all;
 }

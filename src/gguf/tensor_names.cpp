@@ -96,6 +96,10 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"linear_attn.conv1d", "ssm_conv1d"},
                                     {"linear_attn.norm", "ssm_norm"},
                                     {"linear_attn.out_proj", "ssm_out"},
+                                    {"attention_layernorm", "attn_norm"},
+                                    {"feedforward_layernorm", "ffn_norm"},
+                                    {"self_attn.attn_sub_norm", "attn_sub_norm"},
+                                    {"mlp.ffn_sub_norm", "ffn_sub_norm"},
                                     {"per_layer_input_gate", "inp_gate"},
                                     {"per_layer_projection", "proj"},
                                     {"post_per_layer_input_norm", "post_norm"},
@@ -200,18 +204,22 @@ constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
                                    {"mixer.D", "ssm_d"},
                                    {"mixer.dt_bias", "ssm_dt.bias"}};
 
-// The names in a layer of files that have no ending; of ffn_norm in files of Falcon-H1 alone.
-constexpr std::string_view names_without_kind[] = {"ssm_a", "ssm_d", "ffn_norm"};
+// The names in a layer of files that have no ending; ffn_norm in files of Falcon-H1 alone, and
+// exp_probs_b in those of Hy3.
+constexpr std::string_view names_without_kind[] = {"ssm_a", "ssm_d", "ffn_norm", "exp_probs_b"};
 
 // Factors of the router's input and of the outputs of experts.
 constexpr std::string_view names_of_scales[] = {"ffn_gate_inp", "ffn_down_exps"};
 constexpr std::string_view scale_end = ".scale";
 
 // Biases that Hugging Face's checkpoints name otherwise.
-constexpr std::string_view correction_names[] = {
-    "mlp.gate.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias",
-    "mlp.moe_statics.e_score_correction_bias", "mixer.gate.e_score_correction_bias",
-    "feed_forward.expert_bias"};
+constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bias",
+                                                 "block_sparse_moe.e_score_correction_bias",
+                                                 "mlp.moe_statics.e_score_correction_bias",
+                                                 "mixer.gate.e_score_correction_bias",
+                                                 "feed_forward.expert_bias",
+                                                 "mlp.e_score_correction_bias",
+                                                 "mlp.expert_bias"};
 constexpr std::string_view correction_tensor = "exp_probs_b";
 
 constexpr std::string_view hugging_face_layers[] = {"model.layers.", "gpt_neox.layers.",
@@ -293,7 +301,8 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
   const auto rest = in_layer->second;
   for (const std::string_view correction : correction_names) {
     if (rest == correction && architecture.has_tensor(correction_tensor)) {
-      return TensorName{name_in_layer(layer, fmt::format("{}.bias", correction_tensor))};
+      const char* const end = architecture.name == "hy_v3" ? "" : ".bias";
+      return TensorName{name_in_layer(layer, fmt::format("{}{}", correction_tensor, end))};
     }
   }
   for (const auto& [published, own] : bare_names) {
@@ -371,6 +380,16 @@ std::vector<std::string> latent_map_names(const Architecture& architecture, std:
   }
   return {name_in_layer(in_layer->first, "attn_k_b.weight"),
           name_in_layer(in_layer->first, "attn_v_b.weight")};
+}
+
+std::optional<std::pair<std::string, std::int64_t>> activation_key(const Architecture& architecture,
+                                                                   std::string_view name) {
+  constexpr std::string_view block = "mlp.act_fn.";
+  const auto in_layer = split_published(name);
+  if (architecture.name != "apertus" || !in_layer || !begins_with(in_layer->second, block)) {
+    return std::nullopt;
+  }
+  return std::pair(fmt::format("xielu.{}", in_layer->second.substr(block.size())), in_layer->first);
 }
 
 std::string first_gguf_name(const Architecture& architecture, std::string_view name) {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gguf/architectures.hpp"
@@ -49,6 +50,11 @@ std::vector<std::string> delta_input_names(const Architecture& architecture, std
 /// an empty list for another name, and if files of the architecture do not divide the tensor. Older
 /// files do not: gguf_name().
 std::vector<std::string> latent_map_names(const Architecture& architecture, std::string_view name);
+
+/// Returns the whole key of the metadata that holds the parameter of a layer's activation
+/// "model.layers.3.mlp.act_fn.alpha_n", and the layer. Returns nothing for another name.
+std::optional<std::pair<std::string, std::int64_t>> activation_key(const Architecture& architecture,
+                                                                   std::string_view name);
 
 /// Returns the name of the file's tensor that has the first rows of the checkpoint's tensor `name`,
 /// whether or not the file divides that tensor. Returns `name` if the architecture lacks it.

@@ -41,7 +41,7 @@ std::vector<bfloat16> rounded(const std::vector<float>& values) {
 template <class Take>
 void for_each_piece(const StoredTensor& tensor, const std::vector<std::int64_t>& shape,
                     const Take& take) {
-  const std::int64_t columns = shape.back();
+  const std::int64_t columns = shape.empty() ? 1 : shape.back();
   std::int64_t rows = 1;
   for (std::size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
   const std::int64_t step = std::max<std::int64_t>(1, piece_values / columns);
@@ -58,7 +58,8 @@ void for_each_piece(const StoredTensor& tensor, const std::vector<std::int64_t>&
 /// Returns whether checkpoints hold the tensor as F32: rounding would choose other experts, or
 /// change the decays of delta nets.
 bool keeps_f32(const std::string& name) {
-  return name.find("e_score_correction_bias") != name.npos || name.find(".A_log") != name.npos;
+  const auto has = [&](const char* part) { return name.find(part) != name.npos; };
+  return has("e_score_correction_bias") || has(".expert_bias") || has(".A_log");
 }
 
 }  // namespace

@@ -307,6 +307,76 @@ void exaone4_rows(GgufFields& f) {
   f.config["sliding_window"] = nullptr;
 }
 
+/// The width of the shared expert, which these files have beside the number of such experts.
+void repeated_shared_width(GgufFields& f) {
+  f.find_integer(shared_width_key, 0);
+  f.add(shared_width_key, f.model.experts->shared_intermediate_size);
+}
+
+/// Layers with a window alone have RoPE.
+void exaone_moe_rows(GgufFields& f) {
+  GroupedFields names;
+  names.count = "num_experts";
+  names.shared = "num_shared_experts";
+  require_scaling_by_keys(f, false);
+  one_rope(f);
+  windows(f);
+  grouped_experts(f, sigmoid, names);
+  repeated_shared_width(f);
+  f.config["n_group"] = f.config["topk_group"] = 1;
+  f.demand("n_group", 1, f.model.experts->groups);
+}
+
+/// llama.cpp gives every fourth layer no RoPE, whatever the windows.
+void afmoe_rows(GgufFields& f) {
+  constexpr std::int64_t period = 4;
+  GroupedFields names;
+  names.count = "num_experts";
+  names.shared = "num_shared_experts";
+  names.scale = "route_scale";
+  names.normalises = "route_norm";
+  names.leading = "num_dense_layers";
+  one_rope(f);
+  windows(f);
+  for (std::int64_t l = 0; !f.reads() && l < f.layers; ++l) {
+    f.require(f.model.layer(l).has_rope != ends_period(l, period), "global_attn_every_n_layers",
+              "4", "another number");
+  }
+  grouped_experts(f, sigmoid, names);
+  f.implied("mup_enabled", true, f.model.embedding_multiplier != 1);
+}
+
+void hy_v3_rows(GgufFields& f) {
+  GroupedFields names;
+  names.count = "num_experts";
+  names.shared = "num_shared_experts";
+  names.scale = "router_scaling_factor";
+  no_attention_bias(f);
+  grouped_experts(f, sigmoid, names);
+  repeated_shared_width(f);
+}
+
+void bitnet_rows(GgufFields& f) {
+  no_attention_bias(f);
+  tied_head(f);
+  f.require(f.model.activation == Activation::silu, "hidden_act", "silu", "another one");
+}
+
+/// Activations have parameters of each layer: metadata in files, tensors in checkpoints.
+void apertus_rows(GgufFields& f) {
+  attention_bias(f, true);
+  f.config["hidden_act"] = "xielu";
+  f.demand("tie_word_embeddings", false, f.model.tie_word_embeddings);
+  if (f.reads() && !f.config.contains("rope_scaling")) rope_parameters(f);
+  for (const char* name : {"alpha_n", "alpha_p", "beta", "eps"}) {
+    const std::string key = std::string("xielu.") + name;
+    const auto count = static_cast<std::uint64_t>(f.blocks);
+    if (f.reads() && !f.metadata().find_floats(key, count)) {
+      f.metadata().fail(key, "a number for each layer", "none");
+    }
+  }
+}
+
 /// Feed-forward parts without a gate, and biases of all maps.
 void no_gate(GgufFields& f, const char* activation, const char* bias_field, Activation expected) {
   f.require(f.model.activation == expected, "hidden_act", activation, "another one");
@@ -532,6 +602,11 @@ const std::vector<GgufFamily>& gguf_families() {
       {"falcon", falcon_rows},
       {"stablelm", stablelm_rows},
       {"olmo", olmo_rows},
+      {"exaone-moe", exaone_moe_rows},
+      {"afmoe", afmoe_rows},
+      {"hy_v3", hy_v3_rows},
+      {"bitnet", bitnet_rows},
+      {"apertus", apertus_rows},
       {"gemma3n", gemma3n_rows},
       {"gemma4", gemma4_rows},
       {"lfm2", lfm2_rows},

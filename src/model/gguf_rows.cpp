@@ -192,20 +192,19 @@ void qwen_experts(GgufFields& f, bool normalises) {
   f.config["mlp_only_layers"] = std::move(dense);
 }
 
-void grouped_experts(GgufFields& f, std::int64_t gating) {
-  constexpr const char* count_field = "n_routed_experts";
+void grouped_experts(GgufFields& f, std::int64_t gating, const GroupedFields& fields) {
   const ExpertsConfig& of_model = *f.model.experts;
-  experts(f, count_field, gating, own_width);
-  f.integer("expert_shared_count", "n_shared_experts",
-            of_model.shared_intermediate_size / of_model.intermediate_size, f.size(count_field));
+  experts(f, fields.count, gating, own_width);
+  f.integer("expert_shared_count", fields.shared,
+            of_model.shared_intermediate_size / of_model.intermediate_size, f.size(fields.count));
   const std::int64_t first = leading_dense_layers(f.model);
-  f.integer_or("leading_dense_block_count", "first_k_dense_replace", 0, first);
+  f.integer_or("leading_dense_block_count", fields.leading, 0, first);
   for (std::int64_t l = first; !f.reads() && l < f.layers; ++l) {
     f.require(f.model.layer(l).has_experts, "layers without experts", "the first ones",
               fmt::format("layer {}", l));
   }
-  f.factor("expert_weights_scale", "routed_scaling_factor", 1, of_model.scale);
-  f.flag("expert_weights_norm", "norm_topk_prob", of_model.normalises);
+  f.factor("expert_weights_scale", fields.scale, 1, of_model.scale);
+  f.flag("expert_weights_norm", fields.normalises, of_model.normalises);
 }
 
 void expert_groups(GgufFields& f) {

@@ -74,9 +74,17 @@ void shared_width(GgufFields& f);
 void normalised(GgufFields& f, bool value);
 /// The experts of Qwen. Layers without a router are dense.
 void qwen_experts(GgufFields& f, bool normalises);
+/// What config.json calls the numbers of grouped experts.
+struct GroupedFields {
+  const char* count = "n_routed_experts";
+  const char* shared = "n_shared_experts";
+  const char* scale = "routed_scaling_factor";
+  const char* normalises = "norm_topk_prob";
+  const char* leading = "first_k_dense_replace";
+};
 /// Experts beside shared ones, behind dense layers. Programs read how the router's logits become
 /// weights.
-void grouped_experts(GgufFields& f, std::int64_t gating);
+void grouped_experts(GgufFields& f, std::int64_t gating, const GroupedFields& fields = {});
 /// The groups of these experts.
 void expert_groups(GgufFields& f);
 /// Returns the number of layers before the first one with experts.

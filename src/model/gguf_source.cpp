@@ -291,6 +291,7 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
   std::vector<Stack> stacks;
   std::map<std::string, std::size_t> places;
   for (const NamedTensor& named : tensors_of(config)) {
+    if (gguf::activation_key(architecture, named.name)) continue;  // metadata
     const std::int64_t rows = named.shape.front();
     const auto fused = gguf::fused_expert_names(architecture, named.name);
     if (!fused.empty()) {
@@ -335,6 +336,24 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
   return stacks;
 }
 
+/// Adds the parameters of the activations of all layers.
+void add_activations(const ModelConfig& config, const WeightStore& store,
+                     gguf::GgufWriter& writer) {
+  const gguf::Architecture& architecture =
+      *gguf::architecture_of(config.architecture, config.experts.has_value());
+  std::map<std::string, std::vector<float>> values;
+  for (const NamedTensor& named : tensors_of(config)) {
+    const auto key = gguf::activation_key(architecture, named.name);
+    if (!key) continue;
+    float value = 0;
+    store.at(named.name, named.shape)->read(0, 1, 0, 1, &value);
+    values[key->first].push_back(value);  // layers come in the order of their numbers
+  }
+  for (const auto& [key, of_layers] : values) {
+    writer.add_f32s(key, of_layers);
+  }
+}
+
 void describe(const ModelConfig& config, GgufSource& source) {
   source.n_layers = config.num_hidden_layers;
   source.heads_per_group = config.query_group();
@@ -358,8 +377,9 @@ GgufSource open_folder(const fs::path& folder) {
       config.tie_word_embeddings && gguf_includes_factors(config) && !scales_alike(config);
   source.is_tied = config.tie_word_embeddings && !adds_head;
   source.file_bytes = bytes_in(folder);
-  source.add_metadata = [config, folder](std::uint32_t file_type, gguf::GgufWriter& writer) {
+  source.add_metadata = [config, folder, store](std::uint32_t file_type, gguf::GgufWriter& writer) {
     add_configuration(config, folder, file_type, writer);
+    add_activations(config, *store, writer);
     gguf::add_tokenizer(folder, config.vocab_size, writer);
   };
   for (Stack& stack : stacks_of(config, architecture, *store)) {

@@ -157,6 +157,15 @@ std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& 
     for (const std::string& part : shared) parts.push_back(open({part}, {rows, shape.back()}, 0));
     return joined_rows(std::move(parts), rows, false);
   }
+  if (const auto parameter = gguf::activation_key(*m_architecture, name)) {
+    const std::string& key = parameter->first;
+    const gguf::Metadata& metadata = m_file.metadata();
+    const auto count = static_cast<std::uint64_t>(m_config.num_hidden_layers);
+    const auto values = metadata.find_floats(key, count);
+    if (!values) metadata.fail(key, "a number for each layer", "none");
+    return single_value(values->at(static_cast<std::size_t>(parameter->second)),
+                        fmt::format("{}: {}", metadata.file(), key));
+  }
   const auto maps = gguf::latent_map_names(*m_architecture, name);
   if (!maps.empty() && m_file.find(maps.front()) != nullptr) {
     const LatentConfig& latent = m_config.latent.value();
@@ -285,6 +294,9 @@ std::unique_ptr<StoredTensor> GgufStore::open(const gguf::TensorName& place, con
 }
 
 bool GgufStore::has(std::string_view name) const {
+  if (const auto parameter = gguf::activation_key(*m_architecture, name)) {
+    return m_file.metadata().has(parameter->first);
+  }
   const std::vector<std::string> names = gguf::fused_expert_names(*m_architecture, name);
   if (!names.empty()) return m_file.find(names.front()) != nullptr;
   const auto shared = gguf::shared_input_names(*m_architecture, name);

@@ -91,6 +91,23 @@ class JoinedRows final : public StoredTensor {
   bool m_is_vector;
 };
 
+class SingleValue final : public StoredTensor {
+ public:
+  SingleValue(float value, std::string description)
+      : m_value(value), m_description(std::move(description)) {}
+
+  void read(std::int64_t /*row_begin*/, std::int64_t /*row_end*/, std::int64_t begin,
+            std::int64_t end, float* target) const override {
+    std::fill(target, target + (end - begin), m_value);
+  }
+  std::string description() const override { return m_description; }
+  void release() const override {}
+
+ private:
+  float m_value;
+  std::string m_description;
+};
+
 class PickedRows final : public StoredTensor {
  public:
   PickedRows(std::unique_ptr<StoredTensor> tensor, std::vector<std::int64_t> rows)
@@ -433,6 +450,10 @@ std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTenso
     return std::move(parts.front());
   }
   return std::make_unique<ReorderedTensor>(std::move(parts), rows, columns, order);
+}
+
+std::unique_ptr<StoredTensor> single_value(float value, std::string description) {
+  return std::make_unique<SingleValue>(value, std::move(description));
 }
 
 std::unique_ptr<StoredTensor> from_rows(std::unique_ptr<StoredTensor> tensor,

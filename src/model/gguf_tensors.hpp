@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <kvzap/model/model_config.hpp>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -61,6 +62,9 @@ TensorOrder order_in_gguf(const ModelConfig& config, const gguf::Architecture& a
 std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTensor>> parts,
                                          const std::vector<std::int64_t>& rows,
                                          std::int64_t columns, const TensorOrder& order);
+
+/// Returns a vector of one value. `description`: see StoredTensor.
+std::unique_ptr<StoredTensor> single_value(float value, std::string description);
 
 /// Returns these rows of a matrix.
 std::unique_ptr<StoredTensor> from_rows(std::unique_ptr<StoredTensor> tensor,

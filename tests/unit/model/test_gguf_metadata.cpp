@@ -83,6 +83,11 @@ const std::map<std::string, json>& changes() {
         {"layer_types",
          {"full_attention", "sliding_attention", "full_attention", "sliding_attention",
           "full_attention", "sliding_attention", "full_attention", "full_attention"}}}},
+      {"afmoe",
+       {{"layer_types",
+         {"sliding_attention", "sliding_attention", "sliding_attention", "full_attention"}}}},
+      {"bitnet", {{"hidden_act", "silu"}}},
+      {"apertus", {{"rope_parameters", {{"original_max_position_embeddings", 8192}}}}},
       {"lfm2", {{"conv_bias", false}}},
       {"lfm2_moe", {{"routed_scaling_factor", 1.0}}},
       {"granitemoehybrid", {{"mamba_proj_bias", false}, {"mamba_conv_bias", true}}},
@@ -125,7 +130,12 @@ void write_gguf(const ModelConfig& config, const fs::path& file) {
     writer.add_tensor(name, {static_cast<std::int64_t>(of_tensor.size())}, f32);
     values.push_back(std::move(of_tensor));
   };
+  std::map<std::string, std::vector<float>> parameters;
   for (const auto& tensor : model::tensors_of(config)) {
+    if (const auto key = gguf::activation_key(architecture, tensor.name)) {
+      parameters[key->first].push_back(0.5F);
+      continue;
+    }
     const std::string name = gguf::first_gguf_name(architecture, tensor.name);
     // Sizes of these say what the model is.
     const bool is_table = name == "token_embd.weight" || name == "per_layer_token_embd.weight";
@@ -134,6 +144,9 @@ void write_gguf(const ModelConfig& config, const fs::path& file) {
     add(name, std::vector<float>(static_cast<std::size_t>(rows)));
   }
   for (const auto& factors : model::rope_factors(config)) add(factors.name, factors.values);
+  for (const auto& [key, of_layers] : parameters) {
+    writer.add_f32s(key, of_layers);
+  }
   writer.write(file, [&](std::size_t index, const gguf::GgufWriter::Sink& sink) {
     sink(values[index].data(), values[index].size() * sizeof(float));
   });

@@ -50,21 +50,6 @@ std::vector<Architecture> architectures_with_full_attention(const TensorLists& l
        !interleaves,
        partial,
        lists.norms + lists.attention + lists.qk_norms + lists.experts + TensorList{"exp_probs_b"}},
-      {"hy_v3",
-       {"HYV3ForCausalLM"},
-       !interleaves,
-       !partial,
-       lists.qwen3 + lists.experts + lists.shared + TensorList{"exp_probs_b"}},
-      {"bitnet",
-       {"BitNetForCausalLM"},
-       !interleaves,
-       !partial,
-       lists.llama + TensorList{"attn_sub_norm", "ffn_sub_norm"}},
-      {"apertus",
-       {"ApertusForCausalLM"},
-       !interleaves,
-       !partial,
-       lists.norms + lists.attention + lists.qk_norms + lists.fused_dense},
       {"smollm3", {"SmolLM3ForCausalLM"}, interleaves, !partial, lists.llama},
       {"olmo2",
        {"Olmo2ForCausalLM", "Olmo3ForCausalLM"},
@@ -133,6 +118,26 @@ std::vector<Architecture> architectures_with_full_attention(const TensorLists& l
        partial,
        lists.attention + lists.qk_norms + lists.dense + lists.experts + lists.shared +
            TensorList{"attn_norm", "post_attention_norm", "exp_probs_b"}},
+  };
+}
+
+std::vector<Architecture> more_with_full_attention(const TensorLists& lists) {
+  return {
+      {"hy_v3",
+       {"HYV3ForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.qwen3 + lists.experts + lists.shared + TensorList{"exp_probs_b"}},
+      {"bitnet",
+       {"BitNetForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.llama + TensorList{"attn_sub_norm", "ffn_sub_norm"}},
+      {"apertus",
+       {"ApertusForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.norms + lists.attention + lists.qk_norms + lists.fused_dense},
   };
 }
 
@@ -382,10 +387,10 @@ std::vector<Architecture> architectures_with_states(const TensorLists& lists) {
 std::vector<Architecture> all_architectures() {
   const TensorLists lists;
   std::vector<Architecture> all = architectures_with_full_attention(lists);
-  for (const auto& more :
-       {architectures_with_windows(lists), hybrid_architectures(lists),
-        architectures_with_layer_norms(lists), latent_architectures(lists),
-        architectures_with_states(lists), architectures_with_layer_inputs(lists)}) {
+  for (const auto& more : {more_with_full_attention(lists), architectures_with_windows(lists),
+                           hybrid_architectures(lists), architectures_with_layer_norms(lists),
+                           latent_architectures(lists), architectures_with_states(lists),
+                           architectures_with_layer_inputs(lists)}) {
     all.insert(all.end(), more.begin(), more.end());
   }
   for (Architecture& architecture : all) {

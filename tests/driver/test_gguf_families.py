@@ -536,6 +536,21 @@ class Families(TestCase):
         experts = [tensor for tensor in json.loads(made.text)["tensors"] if tensor["name"].endswith("_exps.weight")]
         self.assertEqual({(tensor["type"], tensor["relative_error"]) for tensor in experts}, {("MXFP4", 0)})
 
+    def test_quantised_states(self):
+        """Files of state spaces and short convolutions in Q8_0: their values, and the folder made of them."""
+        for name, quantised in (("lfm2", "shortconv.in_proj"), ("granitemoehybrid_dense", "ssm_in"), ("falcon_h1", "ssm_in")):
+            with self.subTest(name=name):
+                file, prompt = self.folder / f"{name}-q8.gguf", golden(name)[0]
+                report = json.loads(self.command("quantize", "-m", self.folder_of(name), "-o", file, "--type", "Q8_0", "-q",
+                                                 "--json", "-").text)
+                types = {tensor["name"]: tensor["type"] for tensor in report["tensors"]}
+                layer = 1 if name == "granitemoehybrid_dense" else 0
+                self.assertEqual(types[f"blk.{layer}.{quantised}.weight"], "Q8_0")
+                self.assertEqual({kind for key, kind in types.items() if "conv1d" in key or "shortconv.conv" in key}, {"F32"})
+                unpacked = self.logits(file, prompt, "--weights", "unpacked")
+                self.assert_near(self.logits(file, prompt), unpacked, 0.1)
+                self.assert_near(self.logits(self.convert(file, f"{name}-q8-back"), prompt), unpacked, 0.1)
+
     def test_settings_that_the_format_lacks(self):
         cases = [
             ("smollm3", {}, "no_rope_layers[1]: expected 1, which smollm3 in GGUF implies, found 0"),

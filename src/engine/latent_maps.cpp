@@ -114,22 +114,28 @@ void LatentMaps::project(Step& step, int layer, const Matrix& x, const Matrix& c
   const std::int64_t m = x.extent(0), dim = step.config.head_dim;
   const auto heads = static_cast<std::int64_t>(weights.to_key.size());
   const Matrix queries(m_queries.data(), m, heads * latent.query_dim());
+  const Matrix latents(m_query_latents.data(), m, latent.query_rank);
+  const Matrix rows(m_row_latents.data(), m, latent.rank + latent.rope_dim);
+  const bool has_row = static_cast<std::int64_t>(computed.extent(1)) > heads * dim;
+  // First the products of x: the others overwrite x rounded.
   if (latent.query_rank > 0) {
-    const Matrix latents(m_query_latents.data(), m, latent.query_rank);
     step.linear(step.exec, x, step.rounded, weights.query_in, weights.query_in_bias, latents);
-    norm(step.exec, latent, weights.query_norm, latents);
-    if (heads > 0) step.linear(step.exec, latents, weights.query, {}, queries);
   } else if (heads > 0) {
     step.linear(step.exec, x, step.rounded, weights.query, {}, queries);
+  }
+  if (has_row) {
+    step.linear(step.exec, x, step.rounded, weights.row_in, weights.row_in_bias, rows);
+  }
+  if (latent.query_rank > 0) {
+    norm(step.exec, latent, weights.query_norm, latents);
+    if (heads > 0) step.linear(step.exec, latents, weights.query, {}, queries);
   }
   for (std::int64_t h = 0; h < heads; ++h) {
     step.linear(step.exec, columns_of(queries, h * latent.query_dim(), latent.nope_dim),
                 weights.to_key[h], {}, columns_of(computed, h * dim, dim));
   }
   place_queries(step.exec, latent, parts, heads, queries, computed);
-  if (static_cast<std::int64_t>(computed.extent(1)) == heads * dim) return;
-  const Matrix rows(m_row_latents.data(), m, latent.rank + latent.rope_dim);
-  step.linear(step.exec, x, step.rounded, weights.row_in, weights.row_in_bias, rows);
+  if (!has_row) return;
   norm(step.exec, latent, weights.row_norm, columns_of(rows, 0, latent.rank));
   place_keys(step.exec, latent, parts, rows, columns_of(computed, heads * dim, dim));
 }

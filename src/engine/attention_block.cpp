@@ -118,6 +118,7 @@ Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Ma
   if (step.config.latent) return m_latent.expand(step, layer, attended);
   if (step.config.has_inner_norms) {
     norm_inputs(step, attended, step.weights(layer).inner_norm,
+                static_cast<float>(step.config.rms_norm_eps),
                 step.config.num_attention_heads * step.config.head_dim,
                 Matrix(m_squares.data(), rows.count(), 2));
   }

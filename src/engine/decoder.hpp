@@ -144,6 +144,7 @@ class Decoder {
   void add_experts(int layer, const linalg::Matrix& h, const linalg::Matrix& y);
   void complete(const linalg::Matrix& y, const Model::Weights::Norm& norm);
   void finish(const linalg::Matrix& y, const Model::Weights::Norm& norm);
+  void keep_normed(const linalg::Matrix& h, const linalg::Matrix& normed, double factor);
 
   void require_step() const;
   void skip_states();

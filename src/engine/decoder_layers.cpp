@@ -90,13 +90,16 @@ void Decoder::mix_tokens(int layer, const RowRange& rows, const Matrix& x, const
     });
   };
   const ModelConfig& config = m_model.config();
+  const double multiplier = config.layer(layer).mixing == TokenMixing::delta_net
+                                ? config.delta_net->out_multiplier
+                                : config.attention_out_multiplier;
   const Matrix of_attention = blocks.tokens->run(m_step, layer, rows, x);
   if (m_alt_up && read.count() > 0) {
     // Before the product overwrites x.
     m_step.locally(
         [&] { m_alt_up->augment(m_step, layer, Kokkos::subview(x, within, Kokkos::ALL)); });
   }
-  project(of_attention, weights.o, weights.o_bias, config.attention_out_multiplier, y);
+  project(of_attention, weights.o, weights.o_bias, multiplier, y);
   if (blocks.beside == nullptr) return;
   m_step.rounded = linalg::RoundedRows();  // the product has overwritten them
   const Matrix mixed = blocks.beside->run(m_step, layer, rows, x);
@@ -115,14 +118,24 @@ void Decoder::count_tokens(int layer, const RowRange& rows) {
 
 // The input x of a token mixer: adds what is pending to the residual stream, and norms it.
 void Decoder::enter_layer(int layer, const RowRange& rows, const Matrix& x) {
+  const ModelConfig& config = m_model.config();
   const Matrix h = Kokkos::subview(m_step.h, range(rows.begin, rows.end), Kokkos::ALL);
   m_step.locally([&] {
     m_step.rounded =
-        m_step.linear.room_for_rounded(m_model.dtype(), rows.count(), m_model.config().hidden_size);
+        m_step.linear.room_for_rounded(m_model.dtype(), rows.count(), config.hidden_size);
     engine::add_and_norm(m_step.exec, h, m_step.pending,
-                         norm_of(m_model.config(), m_step.weights(layer).attention_in), x,
-                         m_step.rounded);
+                         norm_of(config, m_step.weights(layer).attention_in), x, m_step.rounded);
+    if (!config.normed_residuals) return;
+    const bool has_attention = config.layer(layer).has_attention();
+    const auto& factors = *config.normed_residuals;
+    keep_normed(h, x, has_attention ? factors.attention : factors.state);
   });
+}
+
+// Makes the residual stream that of ModelConfig::normed_residuals.
+void Decoder::keep_normed(const Matrix& h, const Matrix& normed, double factor) {
+  Kokkos::deep_copy(m_step.exec, h, normed);
+  if (factor != 1) engine::scale(m_step.exec, h, static_cast<float>(factor));
 }
 
 // Sets y to the complete output of the channel mixer. Before, y is its memory, and the norm that
@@ -140,6 +153,7 @@ void Decoder::mix_channels(int layer, const RowRange& rows, const Matrix& of_tok
         m_step.linear.room_for_rounded(m_model.dtype(), h.extent(0), config.hidden_size);
     engine::add_and_norm(m_step.exec, h, config.is_parallel ? Matrix() : of_tokens,
                          norm_of(config, norm), y, m_step.rounded);
+    if (config.normed_residuals) keep_normed(h, y, config.normed_residuals->feed_forward);
   });
   const Matrix of_experts = join_experts(layer, rows, y);
   y = m_layers[layer].channels->run(m_step, layer, y);

@@ -21,7 +21,8 @@ struct DeltaNet {
   std::int64_t values() const { return value_heads() * config.value_dim; }
   /// Columns of the products: see delta_in and delta_rates of Model::Weights::Layer.
   std::int64_t columns() const { return channels() + values(); }
-  std::int64_t rates() const { return 2 * value_heads(); }
+  std::int64_t rates() const { return value_heads() * (has_rates() ? 1 + config.decays() : 0); }
+  bool has_rates() const { return config.decays() > 0; }
   /// Column at which gates begin.
   std::int64_t gates() const { return channels(); }
 };
@@ -49,6 +50,7 @@ using DeltaState = LayerState;
 
 /// Lets a sequence's tokens pass the net. Overwrites their rows and rates; writes their outputs and
 /// the state after them (key head, DeltaNetConfig::state_values()), which may be that before them.
+/// Outputs of Kind::lightning lack their norm and gates.
 void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
                     const DeltaTokens& tokens, const DeltaState& before, const DeltaState& after);
 

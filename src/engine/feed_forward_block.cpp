@@ -39,8 +39,8 @@ linalg::Matrix FeedForwardBlock::run(Step& step, int layer, const linalg::Matrix
   linalg::RoundedRows rounded;
   step.locally([&] { rounded = gate(step, weights, !step.config.has_inner_norms, inputs); });
   if (step.config.has_inner_norms) {
-    norm_inputs(step, inputs, weights.inner_norm, step.config.intermediate_size,
-                linalg::Matrix(m_squares.data(), m, 2));
+    norm_inputs(step, inputs, weights.inner_norm, static_cast<float>(step.config.rms_norm_eps),
+                step.config.intermediate_size, linalg::Matrix(m_squares.data(), m, 2));
   }
   step.locally([&] { leave(step, weights, inputs, rounded, x); });
   return x;

@@ -76,6 +76,20 @@ void place_keys(const ExecutionSpace& exec, const LatentConfig& latent, const Ro
       });
 }
 
+// values of a head *= sigmoid(its gate)
+void gate_heads(const ExecutionSpace& exec, const Matrix& gates, const Matrix& values) {
+  const std::int64_t heads = gates.extent(1), columns = values.extent(1);
+  if (heads == 0) return;
+  const std::int64_t dim = columns / heads;
+  for_each_token(
+      exec, "kvzap::latent::gates", values.extent(0), columns, KOKKOS_LAMBDA(std::int64_t token) {
+        for (std::int64_t h = 0; h < heads; ++h) {
+          const float factor = 1.0f / (1.0f + base::math::exp(-gates(token, h)));
+          for (std::int64_t d = 0; d < dim; ++d) values(token, h * dim + d) *= factor;
+        }
+      });
+}
+
 void norm(const ExecutionSpace& exec, const LatentConfig& latent, const linalg::Vector& weight,
           const Matrix& rows) {
   add_and_norm(exec, rows, Matrix(), {weight, static_cast<float>(latent.norm_eps)}, rows,
@@ -98,6 +112,7 @@ void LatentMaps::reserve(const Step& step) {
   reserve(m_queries, m * heads * latent.query_dim());
   reserve(m_row_latents, m * (latent.rank + latent.rope_dim));
   reserve(m_values, m * heads * latent.value_dim);
+  if (latent.gates_heads) reserve(m_head_gates, m * heads);
 }
 
 void LatentMaps::release() {
@@ -105,6 +120,7 @@ void LatentMaps::release() {
   m_queries = {};
   m_row_latents = {};
   m_values = {};
+  m_head_gates = {};
 }
 
 void LatentMaps::project(Step& step, int layer, const Matrix& x, const Matrix& computed) {
@@ -125,6 +141,10 @@ void LatentMaps::project(Step& step, int layer, const Matrix& x, const Matrix& c
   }
   if (has_row) {
     step.linear(step.exec, x, step.rounded, weights.row_in, weights.row_in_bias, rows);
+  }
+  if (latent.gates_heads) {
+    step.linear(step.exec, x, step.rounded, weights.head_gates, {},
+                Matrix(m_head_gates.data(), m, heads));
   }
   if (latent.query_rank > 0) {
     norm(step.exec, latent, weights.query_norm, latents);
@@ -150,6 +170,8 @@ Matrix LatentMaps::expand(Step& step, int layer, const Matrix& attended) {
       step.linear(step.exec, columns_of(attended, h * dim, dim), maps[h], {},
                   columns_of(values, h * value_dim, value_dim));
     }
+    if (!step.config.latent->gates_heads) return;
+    gate_heads(step.exec, Matrix(m_head_gates.data(), attended.extent(0), heads), values);
   });
   return values;
 }

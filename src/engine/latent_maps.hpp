@@ -20,7 +20,7 @@ class LatentMaps {
   void release();
 
  private:
-  linalg::Vector m_query_latents, m_queries, m_row_latents, m_values;
+  linalg::Vector m_query_latents, m_queries, m_row_latents, m_values, m_head_gates;
 };
 
 /// W_O of query heads with the maps from latents to values absorbed.

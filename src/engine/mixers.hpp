@@ -39,9 +39,9 @@ class ChannelMixer : public LayerBlock {
 };
 
 /// Divides the rows of x, each of which is a part of a row of `columns` values over all ranks, by
-/// the root of the whole row's mean square, and multiplies them by this rank's `weights`: an RMS
-/// norm. sums (row, 2) is memory. Collective: errors wait in the step.
-void norm_inputs(Step& step, const linalg::Matrix& x, const linalg::ConstVector& weights,
+/// the root of the whole row's mean square + eps, and multiplies them by this rank's `weights`: an
+/// RMS norm. sums (row, 2) is memory. Collective: errors wait in the step.
+void norm_inputs(Step& step, const linalg::Matrix& x, const linalg::ConstVector& weights, float eps,
                  std::int64_t columns, const linalg::Matrix& sums);
 
 }  // namespace kvzap::engine

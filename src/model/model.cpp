@@ -95,7 +95,7 @@ std::size_t Model::bytes() const {
   const auto add_norms = [&](const auto&... norms) { (add(norms.weight, norms.bias), ...); };
   for (const auto& l : m_weights->layers) {
     add_linear(l.qkv, l.o, l.router, l.shared_gate, l.attention_gate, l.delta_in, l.delta_rates,
-               l.mixer_in, l.space_out);
+               l.delta_latents, l.delta_decays_out, l.delta_gates_out, l.mixer_in, l.space_out);
     add(l.q_norm_bias, l.k_norm_bias, l.q_norm_of_all, l.k_norm_of_all, l.q_norm_bias_of_all,
         l.k_norm_bias_of_all, l.inner_norm, l.space_heads, l.space_group, l.space_numbers);
     add_norms(l.attention_in, l.attention_out, l.feed_forward_in, l.feed_forward_out);
@@ -108,7 +108,7 @@ std::size_t Model::bytes() const {
     add(l.expert_scales, l.alt_up.scale);
     add_linear(l.inputs.table, l.inputs.projection, l.inputs.gate, l.inputs.out, l.alt_up.router,
                l.alt_up.prediction, l.alt_up.correction, l.alt_up.laurel_in, l.alt_up.laurel_out);
-    add_linear(l.latent.query_in, l.latent.query, l.latent.row_in);
+    add_linear(l.latent.query_in, l.latent.query, l.latent.row_in, l.latent.head_gates);
     add(l.latent.query_in_bias, l.latent.query_norm, l.latent.row_in_bias, l.latent.row_norm);
     for (const auto& map : l.latent.to_key) add_linear(map);
     for (const auto& map : l.latent.from_value) add_linear(map);

@@ -41,6 +41,7 @@ struct Model::Weights {
     Vector row_norm;                 // (rank)
     std::vector<Linear> to_key;      // (query head): (head_dim, nope_dim), 0 for RoPE's dimensions
     std::vector<Linear> from_value;  // (query head): (value_dim, head_dim), 0 for the same
+    Linear head_gates;               // (query heads, hidden), or empty
   };
 
   /// A norm of the residual stream, or none.
@@ -96,10 +97,15 @@ struct Model::Weights {
     // Of layers with a gated delta net. Each rank
     // has some key heads (HeadPartition::state_heads), with their value heads.
     Linear delta_in;  // the channels of each key head (DeltaNetConfig), then gates of the outputs
-    Linear delta_rates;         // (2 * value heads, hidden): strengths, then decays
-    Vector delta_decay_rates;   // (value heads): exp(A_log)
-    Vector delta_decay_shifts;  // (value heads): dt_bias
-    Vector delta_norm;          // (value_dim)
+    Linear delta_rates;  // (value heads, hidden): strengths, then decays of each value head; empty
+                         // if decays are fixed
+    // With DeltaNetConfig::gate_rank, delta_in and delta_rates have neither gates nor decays.
+    Linear delta_latents;       // (2 * gate_rank, hidden): of decays, then of gates; on every rank
+    Linear delta_decays_out;    // (value heads * decays, gate_rank)
+    Linear delta_gates_out;     // (value heads * value_dim, gate_rank)
+    Vector delta_decay_rates;   // (value heads): exp(A_log), or fixed decays
+    Vector delta_decay_shifts;  // (value heads * decays): dt_bias, or empty
+    Vector delta_norm;          // (value_dim), or (value heads * value_dim) of one norm of all
     // The convolution of a delta net, a state space or a short convolution.
     Vector convolution;       // (kernel, channels), oldest token first
     Vector convolution_bias;  // or empty

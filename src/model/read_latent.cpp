@@ -27,7 +27,7 @@ Model::Weights::Latent read_latent(const WeightSource& source, const ModelConfig
                      dim = config.head_dim, value_dim = latent.value_dim;
   const Ranges all_hidden = {{0, hidden}};
   const auto part = [&](const char* name, std::int64_t extent, const Ranges& rows) {
-    return TensorRows{prefix + "self_attn." + name, extent, rows};
+    return TensorRows{prefix + name, extent, rows};
   };
   Model::Weights::Latent weights;
   Ranges query_rows;
@@ -58,6 +58,10 @@ Model::Weights::Latent read_latent(const WeightSource& source, const ModelConfig
       source.linear({part("kv_a_proj_with_mqa.weight", row_extent, row_rows)}, hidden, all_hidden);
   if (config.qkv_bias) {
     weights.row_in_bias = source.vector({part("kv_a_proj_with_mqa.bias", row_extent, row_rows)});
+  }
+  if (latent.gates_heads) {
+    weights.head_gates = source.linear({part("g_proj.weight", config.num_attention_heads, {heads})},
+                                       hidden, all_hidden);
   }
   weights.row_norm = source.vector({part("kv_a_layernorm.weight", rank, {{0, rank}})}, 0,
                                    static_cast<float>(latent.row_multiplier));

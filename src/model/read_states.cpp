@@ -49,67 +49,140 @@ std::string StateReader::named(std::string_view name, std::string_view kind) con
   return fmt::format("{}{}.{}", m_prefix, name, kind);
 }
 
-void StateReader::read_delta_net(std::int64_t index, Model::Weights::Layer& layer) const {
-  const DeltaNetConfig& net = *m_config.delta_net;
+StateReader::DeltaRanges StateReader::delta_ranges(const DeltaNetConfig& net,
+                                                   std::int64_t index) const {
   const std::int64_t key = net.key_dim, group = net.group(), values = group * net.value_dim;
   const std::int64_t keys = net.key_heads * key;  // rows of all queries, and of all keys
-  const std::int64_t all_values = net.value_heads * net.value_dim;
-  const std::int64_t channels = 2 * keys + all_values;
-  // Rows of this rank in tensors of one kind each: `own_channels` (of each key head its query,
-  // its key and its values, as the convolution has them), `own_values` and `own_heads` (of value
-  // heads); and in tensors that have a block for each key head: the others.
-  const std::int64_t block = net.channels() + values;
-  Ranges own_channels, own_values, own_heads, channels_in_blocks, values_in_blocks, b_rows, a_rows;
-  for (const auto& [begin, end] :
-       m_partition.state_heads(static_cast<int>(index), m_rank, net.key_heads)) {
+  DeltaRanges own;
+  own.key_heads = m_partition.state_heads(static_cast<int>(index), m_rank, net.key_heads);
+  for (const auto& [begin, end] : own.key_heads) {
     for (std::int64_t h = begin; h < end; ++h) {
-      own_channels.emplace_back(h * key, (h + 1) * key);
-      own_channels.emplace_back(keys + h * key, keys + (h + 1) * key);
-      own_channels.emplace_back(2 * keys + h * values, 2 * keys + (h + 1) * values);
-      own_values.emplace_back(h * values, (h + 1) * values);
-      own_heads.emplace_back(h * group, (h + 1) * group);
+      own.channels.emplace_back(h * key, (h + 1) * key);
+      own.channels.emplace_back(keys + h * key, keys + (h + 1) * key);
+      own.channels.emplace_back(2 * keys + h * values, 2 * keys + (h + 1) * values);
+      own.values.emplace_back(h * values, (h + 1) * values);
+      own.value_heads.emplace_back(h * group, (h + 1) * group);
+      own.decays.emplace_back(h * group * net.decays(), (h + 1) * group * net.decays());
+    }
+  }
+  return own;
+}
+
+void StateReader::read_delta_net(std::int64_t index, Model::Weights::Layer& layer) const {
+  const DeltaNetConfig& net = *m_config.delta_net;
+  const std::int64_t all_values = net.value_heads * net.value_dim;
+  const DeltaRanges own = delta_ranges(net, index);
+  layer.o = m_source.linear({{named(m_names.delta_output), m_config.hidden_size, m_hidden}},
+                            all_values, own.values);
+  read_delta_inputs(net, own, layer);
+  const std::string norm = named(m_names.delta_norm);
+  if (net.kind == DeltaNetConfig::Kind::lightning) {
+    layer.delta_norm = m_source.vector({{norm, all_values, own.values}});
+    layer.delta_decay_rates = lightning_decays(net, index, own.key_heads);
+    return;
+  }
+  layer.delta_norm = m_source.vector({{norm, net.value_dim, {{0, net.value_dim}}}});
+  const std::int64_t channels = net.key_heads * net.channels();
+  read_convolution(
+      m_names.delta_maps.front().empty()
+          ? std::vector<TensorRows>{{named("linear_attn.conv1d"), channels, own.channels}}
+          : delta_channels(net, own.key_heads, m_names.delta_convolutions),
+      net.kernel, layer);
+  TensorRows rates{m_prefix + std::string(m_names.delta_decay_rates), net.value_heads,
+                   own.value_heads};
+  rates.is_column = m_names.delta_decay_rates_are_column;
+  layer.delta_decay_rates = exponentials(m_source.vector({rates}));
+  layer.delta_decay_shifts = m_source.vector({{m_prefix + std::string(m_names.delta_decay_shifts),
+                                               net.value_heads * net.decays(), own.decays}});
+}
+
+// The first maps.
+void StateReader::read_delta_inputs(const DeltaNetConfig& net, const DeltaRanges& own,
+                                    Model::Weights::Layer& layer) const {
+  const bool is_lightning = net.kind == DeltaNetConfig::Kind::lightning;
+  const std::int64_t group = net.group(), values = group * net.value_dim;
+  const std::int64_t channels = net.key_heads * net.channels();
+  // Rows in tensors that have a block for each key head.
+  const std::int64_t block = net.channels() + (is_lightning ? 0 : values);
+  Ranges channels_in_blocks, values_in_blocks, b_rows, a_rows;
+  for (const auto& [begin, end] : own.key_heads) {
+    for (std::int64_t h = begin; h < end; ++h) {
       channels_in_blocks.emplace_back(h * block, h * block + net.channels());
       values_in_blocks.emplace_back(h * block + net.channels(), (h + 1) * block);
       b_rows.emplace_back(2 * h * group, (2 * h + 1) * group);
       a_rows.emplace_back((2 * h + 1) * group, (2 * h + 2) * group);
     }
   }
-  std::vector<TensorRows> in = {{named("linear_attn.in_proj_qkv"), channels, own_channels}};
-  std::vector<TensorRows> taps = {{named("linear_attn.conv1d"), channels, own_channels}};
+  std::vector<TensorRows> in = {{named("linear_attn.in_proj_qkv"), channels, own.channels}};
   if (!m_names.delta_maps.front().empty()) {
-    in = delta_channels(net, own_heads, m_names.delta_maps);
-    taps = delta_channels(net, own_heads, m_names.delta_convolutions);
+    in = delta_channels(net, own.key_heads, m_names.delta_maps);
   }
-  in.push_back({named(m_names.delta_gates), all_values, own_values});
-  std::vector<TensorRows> rates = {{named(m_names.delta_strengths), net.value_heads, own_heads},
-                                   {named(m_names.delta_decays), net.value_heads, own_heads}};
+  const TensorRows gates{named(m_names.delta_gates), net.value_heads * net.value_dim, own.values};
+  std::vector<TensorRows> rates = {
+      {named(m_names.delta_strengths), net.value_heads, own.value_heads}};
   if (!m_names.delta_qkvz.empty()) {
-    in = {{named(m_names.delta_qkvz), net.key_heads * block, channels_in_blocks},
-          {named(m_names.delta_qkvz), net.key_heads * block, values_in_blocks}};
+    in = {{named(m_names.delta_qkvz), net.key_heads * block, channels_in_blocks}};
+  }
+  if (net.gate_rank == 0) {
+    const bool is_in_block = !m_names.delta_qkvz.empty() && !is_lightning;
+    in.push_back(is_in_block ? TensorRows{in.front().name, in.front().extent, values_in_blocks}
+                             : gates);
+    rates.push_back({named(m_names.delta_decays), net.value_heads * net.decays(), own.decays});
+  }
+  if (!m_names.delta_ba.empty()) {
     rates = {{named(m_names.delta_ba), 2 * net.value_heads, b_rows},
              {named(m_names.delta_ba), 2 * net.value_heads, a_rows}};
   }
   layer.delta_in = m_source.linear(in, m_config.hidden_size, m_hidden);
-  layer.delta_rates = m_source.linear(rates, m_config.hidden_size, m_hidden);
-  read_convolution(std::move(taps), net.kernel, layer);
-  layer.delta_decay_rates =
-      exponentials(m_source.vector({{m_prefix + "linear_attn.A_log", net.value_heads, own_heads}}));
-  layer.delta_decay_shifts =
-      m_source.vector({{m_prefix + "linear_attn.dt_bias", net.value_heads, own_heads}});
-  layer.delta_norm =
-      m_source.vector({{named(m_names.delta_norm), net.value_dim, {{0, net.value_dim}}}});
-  layer.o = m_source.linear({{named(m_names.delta_output), m_config.hidden_size, m_hidden}},
-                            all_values, own_values);
+  if (!is_lightning) layer.delta_rates = m_source.linear(rates, m_config.hidden_size, m_hidden);
+  if (net.gate_rank > 0) read_delta_latents(net, own, layer);
 }
 
-// The channels of each of these key heads, from a tensor for each kind. heads: value heads.
+// Decays and gates as maps of latents.
+void StateReader::read_delta_latents(const DeltaNetConfig& net, const DeltaRanges& own,
+                                     Model::Weights::Layer& layer) const {
+  const Ranges rank = {{0, net.gate_rank}};
+  layer.delta_latents = m_source.linear({{named(m_names.delta_decay_latents), net.gate_rank, rank},
+                                         {named(m_names.delta_gate_latents), net.gate_rank, rank}},
+                                        m_config.hidden_size, m_hidden);
+  layer.delta_decays_out =
+      m_source.linear({{named(m_names.delta_decays), net.value_heads * net.decays(), own.decays}},
+                      net.gate_rank, rank);
+  layer.delta_gates_out =
+      m_source.linear({{named(m_names.delta_gates), net.value_heads * net.value_dim, own.values}},
+                      net.gate_rank, rank);
+}
+
+// The decays of lightning attention: exp(-s) with the slope s = 2^(-8 (h + 1) / heads) of ALiBi
+// (arXiv 2108.12409), times a factor that falls from the first layer to the last one.
+Model::Weights::Vector StateReader::lightning_decays(const DeltaNetConfig& net, std::int64_t index,
+                                                     const Ranges& heads) const {
+  constexpr double least = 1e-5;
+  const Model::Weights::Vector decays = m_source.ones(total(heads));
+  const auto host = Kokkos::create_mirror_view(decays);
+  if (host.size() == 0) return decays;
+  const double of_layer = 1 - static_cast<double>(index) /
+                                  (static_cast<double>(m_config.num_hidden_layers) - 1 + least);
+  std::size_t i = 0;
+  for (const auto& [begin, end] : heads) {
+    for (std::int64_t h = begin; h < end; ++h) {
+      const double slope =
+          std::exp2(-8 * static_cast<double>(h + 1) / static_cast<double>(net.key_heads));
+      host(i++) = static_cast<float>(std::exp(-slope * (of_layer + least)));
+    }
+  }
+  Kokkos::deep_copy(decays, host);
+  return decays;
+}
+
+// The channels of each of these key heads, from a tensor for each kind.
 std::vector<TensorRows> StateReader::delta_channels(
     const DeltaNetConfig& net, const Ranges& heads,
     const std::array<std::string_view, 3>& names) const {
   std::vector<TensorRows> parts;
   const std::int64_t key = net.key_dim, values = net.group() * net.value_dim;
   for (const auto& [begin, end] : heads) {
-    for (std::int64_t h = begin / net.group(); h < end / net.group(); ++h) {
+    for (std::int64_t h = begin; h < end; ++h) {
       for (std::size_t kind = 0; kind < names.size(); ++kind) {
         const std::int64_t rows = kind < 2 ? key : values;
         parts.push_back({named(names[kind]), net.key_heads * rows, {{h * rows, (h + 1) * rows}}});

@@ -35,6 +35,18 @@ class StateReader {
 
  private:
   std::string named(std::string_view name, std::string_view kind = "weight") const;
+  /// A rank's rows of a delta net: queries, keys and values of its key heads one after the other,
+  /// values, value heads and decays.
+  struct DeltaRanges {
+    Ranges key_heads, channels, values, value_heads, decays;
+  };
+  DeltaRanges delta_ranges(const DeltaNetConfig& net, std::int64_t index) const;
+  void read_delta_inputs(const DeltaNetConfig& net, const DeltaRanges& own,
+                         Model::Weights::Layer& layer) const;
+  void read_delta_latents(const DeltaNetConfig& net, const DeltaRanges& own,
+                          Model::Weights::Layer& layer) const;
+  Model::Weights::Vector lightning_decays(const DeltaNetConfig& net, std::int64_t index,
+                                          const Ranges& heads) const;
   std::vector<TensorRows> delta_channels(const DeltaNetConfig& net, const Ranges& heads,
                                          const std::array<std::string_view, 3>& names) const;
   void read_convolution(std::vector<TensorRows> parts, std::int64_t kernel,

@@ -248,7 +248,8 @@ class LayerReader {
   void read_latent_attention(Layer& layer) const {
     const std::int64_t heads = m_config.num_attention_heads, dim = m_config.latent->value_dim;
     const auto own = m_partition.latent_heads(m_rank, heads);
-    layer.latent = read_latent(m_source, m_config, m_prefix, own);
+    layer.latent =
+        read_latent(m_source, m_config, fmt::format("{}{}.", m_prefix, m_names.latent), own);
     layer.o = linear({{named(m_names.output), m_config.hidden_size, m_hidden}}, heads * dim,
                      {{own.first * dim, own.second * dim}});
     if (m_config.o_bias && m_rank == 0) {

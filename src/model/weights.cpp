@@ -213,6 +213,7 @@ std::unique_ptr<StoredTensor> WeightSource::open(const TensorRows& part,
                                                  std::int64_t columns) const {
   if (part.slice) return m_store.slice(part.name, *part.slice, part.extent, columns);
   if (part.is_scalar) return m_store.at(part.name, {});
+  if (part.is_column) return m_store.at(part.name, {1, 1, part.extent, 1});
   if (part.is_convolution) return m_store.at(part.name, {part.extent, 1, columns});
   if (columns == 0) return m_store.at(part.name, {part.extent});
   return m_store.at(part.name, {part.extent, columns});
@@ -380,7 +381,7 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
   for (const TensorRows& part : parts) {
     const auto tensor = open(part, 0);
     for (const auto& [begin, end] : part.ranges) {
-      if (part.slice) {
+      if (part.slice || part.is_column) {
         tensor->read(begin, end, 0, 1, target);
       } else {
         tensor->read(0, 1, begin, end, target);

@@ -28,6 +28,8 @@ struct TensorRows {
   std::optional<TensorSlice> slice = std::nullopt;
   /// The tensor's shape is (extent, 1, columns): a convolution of each channel by itself.
   bool is_convolution = false;
+  /// The tensor's shape is (1, 1, extent, 1).
+  bool is_column = false;
   /// The tensor is one value, without extents.
   bool is_scalar = false;
 };

@@ -177,8 +177,16 @@ struct AltUpConfig {
 /// state of fixed size. Queries, keys and values pass a short causal convolution and SiLU, then
 /// queries and keys are divided by their lengths. With the decay g and the strength b that a token
 /// gives a value head, the head's state S (key_dim, value_dim) becomes S' = g S + k (b (v - (g S)^T
-/// k))^T, and its output is S'^T q / sqrt(key_dim).
+/// k))^T, and its output is S'^T q / sqrt(key_dim). An RMS norm of each head and a gate follow.
 struct DeltaNetConfig {
+  /// The recurrence.
+  enum class Kind {
+    gated,  // the above; SiLU of gates
+    kimi,   // Kimi Delta Attention (arXiv 2510.26692): a decay of each row of S; sigmoid of gates
+    lightning  // lightning attention (arXiv 2401.04658): S' = g S + k v^T with a fixed g of each
+               // head (lightning_decay), output S'^T q. No convolution, no lengths; one norm of all
+               // heads; sigmoid of gates.
+  };
   std::int64_t key_heads = 0;
   /// A multiple of key_heads; value head v uses key head v / group().
   std::int64_t value_heads = 0;
@@ -191,8 +199,21 @@ struct DeltaNetConfig {
   double strength_multiplier = 1;
   /// The eps of the norm of the output; absent: ModelConfig::rms_norm_eps.
   std::optional<double> norm_eps = std::nullopt;
+  Kind kind = Kind::gated;
+  /// Dimensions of the latents of decays and of gates, each a map of a map of the hidden state
+  /// (Kimi Linear); 0: they are maps of the hidden state.
+  std::int64_t gate_rank = 0;
+  /// ln g is this bound, below 0, times sigmoid(exp(A_log) (x + dt_bias)) of the projection x; 0:
+  /// ln g = -exp(A_log) softplus(x + dt_bias).
+  double least_log_decay = 0;
+  /// Factor of the output of the layer.
+  double out_multiplier = 1;
 
   std::int64_t group() const { return value_heads / key_heads; }
+  /// Returns the decays that a token gives a value head; 0: they are fixed.
+  std::int64_t decays() const {
+    return kind == Kind::gated ? 1 : (kind == Kind::kimi ? key_dim : 0);
+  }
   /// Returns the channels of a key head: its query, its key, and the values of its value heads.
   std::int64_t channels() const { return 2 * key_dim + group() * value_dim; }
   /// Returns the values that a key head's state has: those of its value heads, then the inputs of
@@ -221,6 +242,8 @@ struct LatentConfig {
   double norm_eps = 1e-6;
   /// A factor of the normed latents of rows.
   double row_multiplier = 1;
+  /// The output of each query head is multiplied by the sigmoid of a gate (Ling 3).
+  bool gates_heads = false;
 
   std::int64_t query_dim() const { return nope_dim + rope_dim; }
 };
@@ -281,6 +304,13 @@ struct StateSpaceConfig {
   std::int64_t state_values() const {
     return state_dim * head_dim + (kernel - 1) * (head_dim + 2 * state_dim);
   }
+};
+
+/// Residual connections from the normed input of each part of a layer (MiniMax-Text-01): the
+/// residual stream h becomes factor norm(h) + part(norm(h)).
+struct NormedResiduals {
+  /// Factors of attention, of token mixers without attention, and of feed-forward parts.
+  double attention = 1, state = 1, feed_forward = 1;
 };
 
 /// How the tokens of a layer see one another.
@@ -439,6 +469,7 @@ struct ModelConfig {
   std::optional<AltUpConfig> alt_up;
   /// A learned number multiplies the output of each layer (Gemma 4).
   bool scales_layers = false;
+  std::optional<NormedResiduals> normed_residuals;
   /// One entry for each layer; empty: all layers are LayerConfig().
   std::vector<LayerConfig> layers;
   /// One line for each unknown field that may have an effect. These fields are ignored.

@@ -9,11 +9,30 @@ namespace {
 
 constexpr int width = delta_columns;
 
-// Columns do not depend on each other. Those of one call stay in the L1 cache for all tokens. Sums
-// over even and odd rows of the state hide the latency of additions.
+/// sums += state^T factors, for `width` columns of a state (key_dim, width). Sums over even and odd
+/// rows hide the latency of additions.
+KVZAP_BODY void multiply_columns(const float* state, const float* factors, int key_dim,
+                                 float* sums) {
+  float even[width] = {}, odd[width] = {};
+  int i = 0;
+  for (; i + 1 < key_dim; i += 2) {
+    const float* const row = state + std::int64_t{i} * width;
+    const float f0 = factors[i], f1 = factors[i + 1];
+    for (int c = 0; c < width; ++c) even[c] += row[c] * f0;
+    for (int c = 0; c < width; ++c) odd[c] += row[width + c] * f1;
+  }
+  if (i < key_dim) {
+    const float* const row = state + std::int64_t{i} * width;
+    for (int c = 0; c < width; ++c) even[c] += row[c] * factors[i];
+  }
+  for (int c = 0; c < width; ++c) sums[c] = even[c] + odd[c];
+}
+
+// Columns do not depend on each other. Those of one call stay in the L1 cache for all tokens.
 KVZAP_BODY void delta_rule_body(const float* before, float* after, const DeltaRows& rows, int first,
                                 int count, float* room) {
-  const int key_dim = rows.key_dim, value_dim = rows.value_dim;
+  const int key_dim = rows.key_dim, value_dim = rows.value_dim, step = rows.decay_step;
+  float* const decayed_key = room + std::int64_t{key_dim} * width;
   for (int i = 0; i < key_dim; ++i) {
     const float* const from = before + std::int64_t{i} * value_dim + first;
     float* const to = room + std::int64_t{i} * width;
@@ -24,26 +43,20 @@ KVZAP_BODY void delta_rule_body(const float* before, float* after, const DeltaRo
     const float* const query = rows.queries + t * rows.stride;
     const float* const key = rows.keys + t * rows.stride;
     const float* const value = rows.values + t * rows.stride + first;
-    const float decay = rows.decays[t * rows.rate_stride];
-    const float strength = rows.strengths[t * rows.rate_stride];
-    float even[width] = {}, odd[width] = {};
-    int i = 0;
-    for (; i + 1 < key_dim; i += 2) {
-      const float* const row = room + std::int64_t{i} * width;
-      const float k0 = key[i], k1 = key[i + 1];
-      for (int c = 0; c < width; ++c) even[c] += row[c] * k0;
-      for (int c = 0; c < width; ++c) odd[c] += row[width + c] * k1;
-    }
-    if (i < key_dim) {
-      const float* const row = room + std::int64_t{i} * width;
-      for (int c = 0; c < width; ++c) even[c] += row[c] * key[i];
-    }
+    const float* const decays = rows.decays + t * rows.rate_stride;
     float change[width] = {};
-    for (int c = 0; c < count; ++c) change[c] = strength * (value[c] - decay * (even[c] + odd[c]));
+    std::copy_n(value, count, change);
+    if (rows.strengths != nullptr) {
+      const float strength = rows.strengths[t * rows.rate_stride];
+      for (int i = 0; i < key_dim; ++i) decayed_key[i] = decays[i * step] * key[i];
+      float known[width];
+      multiply_columns(room, decayed_key, key_dim, known);
+      for (int c = 0; c < count; ++c) change[c] = strength * (change[c] - known[c]);
+    }
     float sums[width] = {};
-    for (i = 0; i < key_dim; ++i) {
+    for (int i = 0; i < key_dim; ++i) {
       float* const row = room + std::int64_t{i} * width;
-      const float k = key[i], q = query[i];
+      const float k = key[i], q = query[i], decay = decays[i * step];
       for (int c = 0; c < width; ++c) {
         const float updated = decay * row[c] + k * change[c];
         row[c] = updated;

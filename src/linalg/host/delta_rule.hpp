@@ -12,9 +12,12 @@ struct DeltaRows {
   const float* keys = nullptr;     // (token, key_dim)
   const float* values = nullptr;   // (token, value_dim)
   std::int64_t stride = 0;
-  const float* strengths = nullptr;  // (token), `rate_stride` floats apart
+  // (token), `rate_stride` floats apart. Null: the state adds k v^T, whatever it has of k.
+  const float* strengths = nullptr;
+  // (token, row of the state): rows lie `decay_step` floats apart, 0 for one decay of all.
   const float* decays = nullptr;
   std::int64_t rate_stride = 0;
+  int decay_step = 0;
   float* outputs = nullptr;  // (token, value_dim)
   std::int64_t output_stride = 0;
   std::int64_t tokens = 0;
@@ -27,7 +30,7 @@ constexpr int delta_columns = 32;
 /// Updates the columns first … first + count - 1 of a value head's state (key_dim, value_dim) with
 /// each token in turn, from `before` to `after`, which may be the same, and writes these columns of
 /// the outputs (DeltaNetConfig has the formula). count <= delta_columns. `room`: key_dim *
-/// delta_columns floats.
+/// (delta_columns + 1) floats.
 void delta_rule(const float* before, float* after, const DeltaRows& rows, int first, int count,
                 float* room);
 

@@ -48,6 +48,12 @@ void rotate(float* x, const float* angles, int half);
 void silu_times(const float* gate, const float* up, float* target, std::int64_t count);
 /// values[i] = silu(values[i])
 void silu(float* values, std::int64_t count);
+/// values[i] = exp(-rate * ln(1 + exp(x))), x = values[i] + shifts[i], rate >= 0: decays of
+/// Mamba-2 (arXiv 2405.21060) and gated delta nets (arXiv 2412.06464)
+void softplus_decays(float* values, const float* shifts, float rate, std::int64_t count);
+/// values[i] = exp(bound / (1 + exp(-rate * x))), x = values[i] + shifts[i], bound <= 0
+void bounded_decays(float* values, const float* shifts, float rate, float bound,
+                    std::int64_t count);
 /// target[i] = up[i] / (1 + exp(-gate[i]))
 void sigmoid_times(const float* gate, const float* up, float* target, std::int64_t count);
 /// The GELU by tanh is x / (1 + exp(-y)), y = gelu_scale * (x + gelu_cubic * x^3).

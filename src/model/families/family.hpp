@@ -45,6 +45,8 @@ struct TensorNames {
   std::string_view feed_forward_inner = "";
   // Files hold the maps of attention and dense feed-forward parts as (inputs, outputs).
   bool maps_are_transposed = false;
+  // The block of latent attention's maps, beside `output`.
+  std::string_view latent = "self_attn";
   // Norms of queries and keys. Those of QkNorm::layer_of_head: {} is the head's number in names of
   // a tensor for each head; `head_norms_are_matrix`: one tensor (head, dim); else one for all
   // heads.
@@ -92,7 +94,7 @@ struct TensorNames {
   std::string_view shared_gate = "mlp.shared_expert_gate";
   // Gated delta nets. One tensor with the rows of queries, keys, values and gates of each key head,
   // and one with those of strengths and decays; empty: a tensor for the queries, keys and values of
-  // all heads, and one for each of the others.
+  // all heads, and one for each of the others. With lightning attention delta_qkvz lacks gates.
   std::string_view delta_qkvz = "";
   std::string_view delta_ba = "";
   // Or one for each of queries, keys and values, and of their convolutions.
@@ -101,6 +103,14 @@ struct TensorNames {
   std::string_view delta_gates = "linear_attn.in_proj_z";
   std::string_view delta_strengths = "linear_attn.in_proj_b";
   std::string_view delta_decays = "linear_attn.in_proj_a";
+  // The first maps of decays and gates with DeltaNetConfig::gate_rank; those above are the second
+  // ones.
+  std::string_view delta_decay_latents = "";
+  std::string_view delta_gate_latents = "";
+  // The whole names of A_log, which may have the shape (1, 1, head, 1), and dt_bias.
+  std::string_view delta_decay_rates = "linear_attn.A_log";
+  bool delta_decay_rates_are_column = false;
+  std::string_view delta_decay_shifts = "linear_attn.dt_bias";
   std::string_view delta_norm = "linear_attn.norm";
   std::string_view delta_output = "linear_attn.out_proj";
   // Norms of the inputs of both parts in layers without attention, which have none of outputs then;

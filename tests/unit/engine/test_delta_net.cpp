@@ -41,7 +41,7 @@ Net random_net(const DeltaNetConfig& config, std::int64_t key_heads, std::int64_
   net.shape = {config, key_heads};
   net.convolution = numbers(config.kernel * net.shape.channels(), 1, 0);
   net.decay_rates = numbers(net.shape.value_heads(), 0.3f, 0.5f);
-  net.shifts = numbers(net.shape.value_heads(), 1, -1);
+  net.shifts = numbers(net.shape.value_heads() * config.decays(), 1, -1);
   net.norm = numbers(config.value_dim, 0.5f, 1);
   net.rows = numbers(tokens * net.shape.columns(), 2, 0);
   net.rates = numbers(tokens * net.shape.rates(), 2, 0);
@@ -49,13 +49,26 @@ Net random_net(const DeltaNetConfig& config, std::int64_t key_heads, std::int64_
   return net;
 }
 
-double silu(double x) { return x / (1 + std::exp(-x)); }
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+double silu(double x) { return x * sigmoid(x); }
+
+/// The decay of a row of a head's state, whose projection is x.
+double decay_of(const Net& net, std::int64_t head, std::int64_t row, const double* decays) {
+  const DeltaNetConfig& config = net.shape.config;
+  const double rate = net.decay_rates[head];
+  if (config.decays() == 0) return rate;
+  const std::int64_t i = head * config.decays() + row % config.decays();
+  const double x = decays[i] + net.shifts[i];
+  if (config.least_log_decay < 0) return std::exp(config.least_log_decay * sigmoid(rate * x));
+  return std::exp(-rate * std::log1p(std::exp(x)));
+}
 
 /// One token after the other, as transformers' torch_recurrent_gated_delta_rule.
 Numbers expected_outputs(Net& net, std::int64_t tokens) {
   const DeltaNetConfig& config = net.shape.config;
   const std::int64_t key_dim = config.key_dim, value_dim = config.value_dim;
   const std::int64_t of_head = config.channels(), group = config.group();
+  const bool is_lightning = config.kind == DeltaNetConfig::Kind::lightning;
   Numbers outputs(tokens * net.shape.values());
   for (std::int64_t t = 0; t < tokens; ++t) {
     const double* const row = net.rows.data() + t * net.shape.columns();
@@ -75,38 +88,44 @@ Numbers expected_outputs(Net& net, std::int64_t tokens) {
           const bool is_last = k + 2 == config.kernel;
           inputs[k * of_head + c] = is_last ? row[h * of_head + c] : inputs[(k + 1) * of_head + c];
         }
-        x[c] = silu(sum);
+        x[c] = silu(is_lightning ? row[h * of_head + c] : sum);
       }
-      for (std::int64_t part = 0; part < 2; ++part) {
+      for (std::int64_t part = 0; !is_lightning && part < 2; ++part) {
         double length = 1e-6;
         for (std::int64_t d = 0; d < key_dim; ++d) length += std::pow(x[part * key_dim + d], 2);
+        if (part == 0) length *= static_cast<double>(key_dim);
         for (std::int64_t d = 0; d < key_dim; ++d) x[part * key_dim + d] /= std::sqrt(length);
       }
       for (std::int64_t v = 0; v < group; ++v) {
         const std::int64_t head = h * group + v;
-        const double strength = 1 / (1 + std::exp(-rates[head]));
-        const double step =
-            std::log1p(std::exp(rates[net.shape.value_heads() + head] + net.shifts[head]));
-        const double decay = std::exp(-net.decay_rates[head] * step);
+        const double strength = is_lightning ? 1 : sigmoid(rates[head]);
+        Numbers decays;
+        for (std::int64_t i = 0; i < key_dim; ++i) {
+          decays.push_back(
+              decay_of(net, head, i, is_lightning ? nullptr : rates + net.shape.value_heads()));
+        }
         double* const cells = state + v * key_dim * value_dim;
         double* const out = outputs.data() + t * net.shape.values() + head * value_dim;
         double squares = 0;
         for (std::int64_t j = 0; j < value_dim; ++j) {
           double known = 0;
-          for (std::int64_t i = 0; i < key_dim; ++i) {
-            known += decay * cells[i * value_dim + j] * x[key_dim + i];
+          for (std::int64_t i = 0; !is_lightning && i < key_dim; ++i) {
+            known += decays[i] * cells[i * value_dim + j] * x[key_dim + i];
           }
           const double change = strength * (x[2 * key_dim + v * value_dim + j] - known);
           for (std::int64_t i = 0; i < key_dim; ++i) {
             double& cell = cells[i * value_dim + j];
-            cell = decay * cell + x[key_dim + i] * change;
-            out[j] += cell * x[i] / std::sqrt(static_cast<double>(key_dim));
+            cell = decays[i] * cell + x[key_dim + i] * change;
+            out[j] += cell * x[i];
           }
           squares += out[j] * out[j];
         }
+        if (is_lightning) continue;  // the block has the norm and the gates
         const double factor = 1 / std::sqrt(squares / static_cast<double>(value_dim) + norm_eps);
         for (std::int64_t j = 0; j < value_dim; ++j) {
-          out[j] *= factor * net.norm[j] * silu(row[net.shape.gates() + head * value_dim + j]);
+          const double gate = row[net.shape.gates() + head * value_dim + j];
+          const bool is_kimi = config.kind == DeltaNetConfig::Kind::kimi;
+          out[j] *= factor * net.norm[j] * (is_kimi ? sigmoid(gate) : silu(gate));
         }
       }
     }
@@ -172,6 +191,20 @@ void expect_all_equal() {
   expect_equal({6, 6, 16, 64, 1}, 3, 5, 1);
   expect_equal({4, 8, 33, 16, 16}, 2, 40, 1);
   expect_equal({4, 8, 128, 128, 4}, 1, 70, 64);
+  for (const double bound : {0.0, -5.0}) {
+    DeltaNetConfig kimi{2, 2, 7, 40, 3};
+    kimi.kind = DeltaNetConfig::Kind::kimi;
+    kimi.least_log_decay = bound;
+    expect_equal(kimi, 2, 20, 7);
+    kimi.key_dim = kimi.value_dim = 128;
+    kimi.kernel = 4;
+    expect_equal(kimi, 1, 70, 64);
+  }
+  DeltaNetConfig lightning{3, 3, 7, 40, 1};
+  lightning.kind = DeltaNetConfig::Kind::lightning;
+  expect_equal(lightning, 2, 20, 7);
+  lightning.key_dim = lightning.value_dim = 128;
+  expect_equal(lightning, 1, 70, 64);
 }
 
 TEST(DeltaNet, EqualsTheFormula) {

@@ -89,6 +89,24 @@ const ElementKernel element_kernels[] = {
      1e-33},
     {"sigmoid_times", linalg::sigmoid_times, [](double a, double b) { return b * sigmoid(a); },
      1e-6, 1e-33},
+    {"softplus_decays",
+     [](const float* a, const float* b, float* target, std::int64_t n) {
+       in_place(a, target, n,
+                [b](float* x, std::int64_t count) { linalg::softplus_decays(x, b, 0.75f, count); });
+     },
+     [](double a, double b) {
+       const double x = static_cast<float>(a + b);
+       return std::exp(-0.75 * (std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x)))));
+     },
+     1e-5, 1e-37},
+    {"bounded_decays",
+     [](const float* a, const float* b, float* target, std::int64_t n) {
+       in_place(a, target, n, [b](float* x, std::int64_t count) {
+         linalg::bounded_decays(x, b, 0.75f, -5.0f, count);
+       });
+     },
+     [](double a, double b) { return std::exp(-5 * sigmoid(0.75 * static_cast<float>(a + b))); },
+     2e-6, 0},
     {"gelu_tanh_times", linalg::gelu_tanh_times,
      [](double a, double b) {
        return a / 2 * (1 + std::tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))) * b;

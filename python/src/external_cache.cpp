@@ -81,6 +81,9 @@ StepPart part_from_name(const std::string& name) {
 // What the cache of a model that runs elsewhere does not keep, or an empty string.
 std::string unsupported_part(const ModelConfig& config) {
   if (config.latent) return "latent attention";
+  if (config.delta_net && config.delta_net->kind == DeltaNetConfig::Kind::lightning) {
+    return "lightning attention";
+  }
   for (const LayerConfig& layer : config.layers) {
     if (layer.rows_of >= 0) return "layers that read the keys and values of another layer";
     if (layer.mixing != TokenMixing::attention && layer.mixing != TokenMixing::delta_net) {

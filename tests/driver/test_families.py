@@ -542,6 +542,16 @@ class Lfm2(FalconH1):
     GOLDEN = "lfm2_moe"
 
 
+class KimiLinear(FalconH1):
+    """States beside rows of latents."""
+    GOLDEN = "kimi_linear"
+
+
+class MiniMax(FalconH1):
+    """States without convolutions."""
+    GOLDEN = "minimax"
+
+
 class PublishedModels(TestCase):
     """Memory from config.json alone: layers that see all tokens, layers with rings of so many rows, and bytes of a row."""
 

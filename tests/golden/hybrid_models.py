@@ -17,7 +17,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 def attention_layers(model):
     """The attention of each layer that has one, by the layer's index."""
     blocks = enumerate(model.model.layers)
-    return {layer: block.self_attn for layer, block in blocks if getattr(block, "self_attn", None) is not None}
+    kinds = getattr(model.config, "layer_types", None) or []
+    linear = {layer for layer, kind in enumerate(kinds) if kind == "linear_attention"}  # also called self_attn
+    return {
+        layer: block.self_attn
+        for layer, block in blocks
+        if getattr(block, "self_attn", None) is not None and layer not in linear
+    }
 
 
 def accept_newer_names(model):
@@ -82,6 +88,26 @@ def split_convolutions(model, path):
             name = name.replace("input_layernorm", "attention_layer_norm")
             name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
         tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def rename_dense_parts(model, path):
+    """Stores the dense parts of a Kimi Linear as published checkpoints.
+
+    save_pretrained gives them the name of blocks of experts.
+    """
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        block = name.split(".")[2] if ".layers." in name else ""
+        if block and model.config.mlp_layer_types[int(block)] == "dense":
+            name = name.replace(".block_sparse_moe.", ".mlp.")
+        tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def drop_tensors(path, endings):
+    """Drops the tensors whose names end so."""
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.endswith(endings)}
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -39,7 +39,8 @@ from kvpress import DMSPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, 
 from kvpress.presses import expected_attention_press
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
 from kvpress.utils import compute_n_kept
-from hybrid_models import HybridCache, accept_newer_names, attached, attention_layers, fuse_experts, split_convolutions
+from hybrid_models import HybridCache, accept_newer_names, attached, attention_layers, drop_tensors, fuse_experts
+from hybrid_models import rename_dense_parts, split_convolutions
 from make_base_goldens import watched_inputs
 from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
@@ -49,6 +50,7 @@ from transformers import AttentionMaskInterface, Mistral4Config, Mistral4ForCaus
 from transformers.masking_utils import eager_mask
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "families"
@@ -1219,6 +1221,76 @@ FAMILIES = {
         linear_conv_kernel_dim=3,
         rope_parameters=rope(500000.0),
     ),
+    # Kimi Delta Attention, whose latents give decays and gates, and latent attention without RoPE.
+    "kimi_linear": family(
+        "kimi_linear",
+        "head_dim",
+        "rope_parameters",
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        **LATENT,
+        q_lora_rank=None,
+        num_experts=8,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        num_expert_group=1,
+        topk_group=1,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.7,
+        linear_attn_config={
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "num_heads": 3,
+            "head_dim": 12,
+            "short_conv_kernel_size": 3,
+        },
+    ),
+    # Kimi Delta Attention with bounded decays, gates of the heads of latent attention.
+    "bailing_hybrid": family(
+        "bailing_hybrid",
+        "rope_parameters",
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        **LATENT,
+        q_lora_rank=None,
+        head_dim=12,
+        short_conv_kernel_size=3,
+        layer_group_size=2,
+        first_k_dense_replace=1,
+        num_experts=8,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        num_expert_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.7,
+        rope_theta=10000.0,
+        kda_lower_bound=-0.5,
+    ),
+    # Lightning attention, whose decays differ by head and layer; residual connections from normed inputs.
+    "minimax": family(
+        "minimax",
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=12,
+        layer_types=["linear_attention", FULL, "linear_attention", FULL],
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=24,
+        rms_norm_eps=1e-5,
+        block_size=16,
+        full_attn_alpha_factor=1.3,
+        full_attn_beta_factor=0.8,
+        linear_attn_alpha_factor=1.6,
+        linear_attn_beta_factor=0.7,
+        mlp_alpha_factor=1.4,
+        mlp_beta_factor=0.9,
+        rope_parameters=rope(1000000.0),
+    ),
     "jais2": family(
         "jais2",
         "head_dim",
@@ -1437,6 +1509,8 @@ INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium", "cohere", "gptj")
 WITHOUT_LAYER_TYPES = ("qwen2_window", "qwen3_next")
 # Tensors in float32, by parts of their names. transformers would save them in bfloat16.
 IN_FLOAT = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("A_log", "linear_attn.norm"))
+# Tensors that transformers' lightning attention derives from the config. Published files need not have them.
+LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 # Checkpoints of these have all experts of a layer in two tensors.
 FUSED_EXPERTS = ("qwen3_5_moe_text",)
 
@@ -1493,7 +1567,7 @@ def make_model(fields, folder, seed):
     model = AutoModelForCausalLM.from_config(config).eval()
     in_float = (*(model._keep_in_fp32_modules_strict or ()), *IN_FLOAT.get(config.model_type, ()))
     tensors = dict(model.named_parameters())
-    tensors.update((n, b) for n, b in model.named_buffers() if n in model.state_dict())
+    tensors.update((n, b) for n, b in model.named_buffers() if n in model.state_dict() and not n.endswith(LIGHTNING))
     with torch.no_grad():
         for name, tensor in tensors.items():
             deviation, mean = spread(name, tensor.shape, config)
@@ -1505,6 +1579,10 @@ def make_model(fields, folder, seed):
         fuse_experts(model, folder / "model.safetensors")
     if config.model_type == "olmo_hybrid":
         split_convolutions(model, folder / "model.safetensors")
+    if config.model_type == "minimax":
+        drop_tensors(folder / "model.safetensors", LIGHTNING)
+    if config.model_type == "kimi_linear":
+        rename_dense_parts(model, folder / "model.safetensors")
     if folder.name in WITHOUT_LAYER_TYPES:
         path = folder / "config.json"
         saved = json.loads(path.read_text())
@@ -1761,6 +1839,8 @@ class CountingCache(DynamicCache):
 def make_cache(model):
     if model.config.model_type == "llama4_text":
         return CountingCache()
+    if model.config.model_type == "minimax":
+        return MiniMaxCache()
     # Plain layers, whose rows are those of all tokens in layers with a window too.
     kinds = getattr(model.config, "layer_types", None) or []
     has_states = any(kind in (*WITHOUT_ATTENTION, "hybrid") for kind in kinds)

@@ -83,6 +83,8 @@ const std::vector<const Family*>& families() {
                                                  &minicpm3,
                                                  &longcat_flash,
                                                  &mistral4,
+                                                 &kimi_linear,
+                                                 &bailing_hybrid,
                                                  &lfm2,
                                                  &lfm2_moe,
                                                  &bamba,
@@ -90,6 +92,7 @@ const std::vector<const Family*>& families() {
                                                  &nemotron_h,
                                                  &falcon_h1,
                                                  &olmo_hybrid,
+                                                 &minimax,
                                                  &jais2,
                                                  &nanochat,
                                                  &bitnet,
@@ -125,7 +128,11 @@ const Family& family_of(std::string_view class_name) {
 const Family& family_of(const ModelConfig& config) { return family_of(config.architecture); }
 
 std::string_view missing_parts(std::string_view class_name) {
+  constexpr std::string_view of_qwen4 =
+      "residual streams with hyper-connections, embeddings of n-grams, and an indexer of tokens";
   constexpr std::pair<std::string_view, std::string_view> known[] = {
+      {"Qwen4ExpForCausalLM", of_qwen4},
+      {"Qwen4ExpForConditionalGeneration", of_qwen4},
       {"JambaForCausalLM", "layers with state spaces (Mamba)"},
       {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"}};
   for (const auto& [name, parts] : known) {

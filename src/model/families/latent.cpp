@@ -1,5 +1,5 @@
 // Families with multi-head latent attention (LatentConfig): DeepSeek-V2 to V3.2, GLM-4.7-Flash,
-// GLM-5, A.X-K1, Youtu-LLM, MiniCPM3, Mistral 4 and LongCat-Flash.
+// GLM-5, A.X-K1, Youtu-LLM, MiniCPM3, Mistral 4, LongCat-Flash, Kimi Linear and Ling 3.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -409,6 +409,222 @@ const Family mistral4 = [] {
     config.experts->has_correction = false;
     read_leading_dense(fields, 0, config);
   };
+  return family;
+}();
+
+// Kimi Linear and Ling 3: Kimi Delta Attention in most layers, latent attention in the others.
+namespace {
+
+void set_kimi_net(ConfigFields& fields, const char* heads_field, std::int64_t heads,
+                  std::int64_t dim, std::int64_t kernel, ModelConfig& config) {
+  if (heads > max_size / (dim * dim)) {
+    fields.fail(heads_field, fmt::format("states of at most {} values in a layer", max_size),
+                fmt::format("{} of {} x {}", heads, dim, dim));
+  }
+  DeltaNetConfig net;
+  net.kind = DeltaNetConfig::Kind::kimi;
+  net.key_heads = net.value_heads = heads;
+  net.key_dim = net.value_dim = dim;
+  net.kernel = kernel;
+  config.delta_net = net;
+}
+
+/// Sets the layers that are not full by layer_types or else by `is_full`.
+template <class IsFull>
+void set_kimi_layers(ConfigFields& fields, const IsFull& is_full, ModelConfig& config) {
+  const auto stated = read_layer_types(fields, "linear_attention", config);
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    const bool is_linear = stated ? (*stated)[l] : !is_full(static_cast<std::int64_t>(l));
+    if (is_linear) config.layers[l].mixing = TokenMixing::delta_net;
+  }
+}
+
+/// Gives fields of transformers and of published files one name each, and removes the others.
+void rename_kimi_experts(json& content) {
+  constexpr std::pair<const char*, const char*> names[] = {
+      {"num_expert_group", "n_group"},
+      {"num_local_experts", "num_experts"},
+      {"num_experts_per_token", "num_experts_per_tok"},
+      {"n_shared_experts", "num_shared_experts"},
+      {"moe_renormalize", "norm_topk_prob"},
+      {"model_max_length", "max_position_embeddings"}};
+  for (const auto& [own, name] : names) {
+    rename_field(content, own, name);
+    content.erase(own);
+  }
+}
+
+/// The older fields of Kimi Linear's nets, in an object of their own. Layers are counted from 1.
+std::vector<bool> read_kimi_lists(ConfigFields& fields, const ModelConfig& config) {
+  const auto count = config.num_hidden_layers;
+  std::vector<int> kinds(static_cast<std::size_t>(count), -1);
+  bool has_all = true;
+  for (const char* field : {"kda_layers", "full_attn_layers"}) {
+    const json* const layers = fields.get(field);
+    has_all = has_all && layers != nullptr;
+    if (layers == nullptr) continue;
+    if (!layers->is_array()) fields.fail(field, "an array", files::described(*layers));
+    for (const json& layer : *layers) {
+      if (!layer.is_number_integer() || layer < 1 || layer > count) {
+        fields.fail(field, fmt::format("numbers of layers, 1 to {}", count),
+                    files::described(layer));
+      }
+      kinds[layer.get<std::size_t>() - 1] = std::string_view(field) == "full_attn_layers" ? 1 : 0;
+    }
+  }
+  if (!has_all) return {};
+  std::vector<bool> is_full;
+  for (std::size_t l = 0; l < kinds.size(); ++l) {
+    if (kinds[l] < 0) {
+      fields.fail("kda_layers", fmt::format("layer {} here or in full_attn_layers", l + 1), "none");
+    }
+    is_full.push_back(kinds[l] == 1);
+  }
+  return is_full;
+}
+
+void read_kimi_linear(ConfigFields& fields, ModelConfig& config) {
+  const auto of_net = [&](ConfigFields& own, const char* field, const char* name,
+                          std::int64_t otherwise, std::int64_t most) {
+    const std::int64_t size = fields.find_size(field, most).value_or(otherwise);
+    return own.find_size(name, most).value_or(size);
+  };
+  constexpr const char* older = "linear_attn_config";
+  const json empty = json::object();
+  const json* const stated = fields.get(older);
+  if (stated != nullptr && !stated->is_object()) {
+    fields.fail(older, "an object", files::described(*stated));
+  }
+  ConfigFields own(stated == nullptr ? empty : *stated, fields.file(), older);
+  const std::int64_t heads = of_net(own, "linear_num_heads", "num_heads", 32, most_dims);
+  const std::int64_t dim = of_net(own, "linear_head_dim", "head_dim", 128, most_dims);
+  set_kimi_net(fields, "linear_num_heads", heads, dim,
+               of_net(own, "linear_conv_kernel_dim", "short_conv_kernel_size", 4,
+                      DeltaNetConfig::max_kernel),
+               config);
+  config.delta_net->gate_rank = dim;
+  const std::vector<bool> is_full = read_kimi_lists(own, config);
+  set_kimi_layers(
+      fields,
+      [&](std::int64_t l) {
+        return is_full.empty() ? l > 0 && l % 4 == 0 : is_full[static_cast<std::size_t>(l)];
+      },
+      config);
+}
+
+Family kimi_family() {
+  Family family;
+  family.tested = family_tests;
+  family.rope = latent_rope(v2_defaults.rope_dim);
+  return family;
+}
+
+constexpr LatentDefaults kimi_defaults{512, 0, 128, 64, 128};
+
+}  // namespace
+
+const Family kimi_linear = [] {
+  Family family = kimi_family();
+  family.class_name = "KimiLinearForCausalLM";
+  family.model_type = "kimi_linear";
+  family.default_norm_eps = 1e-5;
+  family.rename = [](json& content) {
+    rename_latent(content, kimi_defaults);
+    rename_kimi_experts(content);
+  };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    fields.require_none("rope_scaling");
+    read_latent(fields, kimi_defaults, config);
+    config.rope_is_interleaved = false;
+    for (LayerConfig& layer : config.layers) layer.has_rope = false;
+    fields.require("mla_use_nope", true);
+    fields.require("moe_router_activation_func", "sigmoid");
+    fields.get("use_grouped_topk");  // without it there is one group
+    read_kimi_linear(fields, config);
+    GroupedExperts rules;
+    rules.count_field = "num_experts";
+    rules.shared_field = "num_shared_experts";
+    rules.default_width = 1024;
+    rules.default_scale = 2.446;
+    read_deepseek_experts(fields, rules, config);
+    read_leading_dense(fields, 1, config);
+    read_sparse_types(fields, config);
+  };
+  TensorNames& names = family.tensors;
+  names.delta_maps = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"};
+  names.delta_convolutions = {"self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d"};
+  names.delta_strengths = "self_attn.b_proj";
+  names.delta_decay_rates = "self_attn.A_log";
+  names.delta_decay_shifts = "self_attn.dt_bias";
+  names.delta_norm = "self_attn.o_norm";
+  names.delta_output = "self_attn.o_proj";
+  names.delta_decay_latents = "self_attn.f_a_proj";
+  names.delta_decays = "self_attn.f_b_proj";
+  names.delta_gate_latents = "self_attn.g_a_proj";
+  names.delta_gates = "self_attn.g_b_proj";
+  names.delta_decay_rates_are_column = true;
+  names.router = "block_sparse_moe.gate";
+  names.correction = "block_sparse_moe.gate.e_score_correction_bias";
+  names.expert_gate = "block_sparse_moe.experts.{}.w1";
+  names.expert_up = "block_sparse_moe.experts.{}.w3";
+  names.expert_down = "block_sparse_moe.experts.{}.w2";
+  names.shared = "block_sparse_moe.shared_experts";
+  return family;
+}();
+
+const Family bailing_hybrid = [] {
+  Family family = kimi_family();
+  family.class_name = "BailingHybridForCausalLM";
+  family.model_type = "bailing_hybrid";
+  family.rope.default_theta = 6e6;
+  family.rename = [](json& content) {
+    // head_dim is that of the nets. transformers writes both.
+    if (!content.contains("linear_head_dim")) rename_field(content, "head_dim", "linear_head_dim");
+    rename_latent(content, kimi_defaults);
+    rename_kimi_experts(content);
+  };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, kimi_defaults, config);
+    config.latent->gates_heads = true;
+    const std::int64_t heads =
+        fields.find_size("linear_num_heads", most_dims).value_or(config.num_attention_heads);
+    const std::int64_t dim = fields.find_size("linear_head_dim", most_dims).value_or(128);
+    const auto kernel = fields.find_size("short_conv_kernel_size", DeltaNetConfig::max_kernel);
+    set_kimi_net(fields, "linear_num_heads", heads, dim,
+                 fields.find_size("linear_conv_kernel_dim", DeltaNetConfig::max_kernel)
+                     .value_or(kernel.value_or(4)),
+                 config);
+    constexpr const char* bound = "kda_lower_bound";
+    const double least = fields.find_number(bound, -1e3, -1e-3).value_or(-5);
+    if (fields.flag("kda_safe_gate", true)) config.delta_net->least_log_decay = least;
+    const std::int64_t group = fields.find_size("layer_group_size", max_size).value_or(6);
+    set_kimi_layers(
+        fields, [&](std::int64_t l) { return (l + 1) % group == 0; }, config);
+    fields.get("mtp_loss_scaling_factor");  // for training
+    GroupedExperts rules;
+    rules.count_field = "num_experts";
+    rules.shared_field = "num_shared_experts";
+    rules.default_width = 768;
+    rules.default_scale = 2.5;
+    rules.default_groups = 8;
+    rules.default_groups_per_token = 4;
+    read_deepseek_experts(fields, rules, config);
+    read_leading_dense(fields, 2, config);
+    read_sparse_types(fields, config);
+  };
+  TensorNames& names = family.tensors;
+  names.embedding = "model.word_embeddings";
+  names.latent = "attention";
+  names.output = names.delta_output = "attention.dense";
+  names.delta_maps = {"attention.q_proj", "attention.k_proj", "attention.v_proj"};
+  names.delta_convolutions = {"attention.q_conv1d", "attention.k_conv1d", "attention.v_conv1d"};
+  names.delta_strengths = "attention.b_proj";
+  names.delta_decays = "attention.f_proj";
+  names.delta_gates = "attention.g_proj";
+  names.delta_decay_rates = "attention.A_log";
+  names.delta_decay_shifts = "attention.dt_bias";
+  names.delta_norm = "attention.o_norm";
+  names.correction = "mlp.gate.expert_bias";
   return family;
 }();
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <stdexcept>
 
 #include "engine/attention_block.hpp"
@@ -270,6 +271,7 @@ Numbers expanded_attention(const ModelConfig& config, const Model::Weights::Late
     }
     return y;
   };
+  const Numbers gates = latent.gates_heads ? product(x, weights.head_gates) : Numbers();
   Numbers attended(tokens * heads * value_dim);
   for (std::size_t h = 0; h < heads; ++h) {
     // (input, output)
@@ -305,6 +307,7 @@ Numbers expanded_attention(const ModelConfig& config, const Model::Weights::Late
             out[v] += weight * from_value[d * value_dim + v] * row[d];
         }
       }
+      if (latent.gates_heads) sum *= 1 + std::exp(-gates[t * heads + h]);
       for (std::size_t v = 0; v < value_dim; ++v) out[v] /= sum;
     }
   }
@@ -320,25 +323,28 @@ TEST(AttentionBlock, LatentRowsEqualExpandedKeysAndValues) {
   config.head_dim = 14;
   config.rotary_dim = 4;
   config.attention_multiplier = 0.7;
-  OneStep one(config, {5, 1, 4}, StepOutput::all_logits);
-  const Budget::Model counted;
-  engine::PolicyBlock policies(DType::f32, counted);
-  policies.reserve(one.step, {});
-  engine::AttentionBlock block(one.model, policies, nullptr);
-  block.reserve(one.step);
-  block.begin(one.step);
-  const Matrix x = input_of(one.step);
-  const Numbers input = on_host(x);
-  const Matrix found = block.run(one.step, 0, {0, one.step.tokens()}, x);
-  one.step.agree_on_failure();
-  Numbers expected;
-  for (const auto& span : one.batch.spans()) {
-    const auto begin = input.begin() + span.first * config.hidden_size;
-    const Numbers own = expanded_attention(config, one.step.weights(0).latent,
-                                           {begin, begin + span.count * config.hidden_size});
-    expected.insert(expected.end(), own.begin(), own.end());
+  for (const bool gates_heads : {false, true}) {
+    config.latent->gates_heads = gates_heads;
+    OneStep one(config, {5, 1, 4}, StepOutput::all_logits);
+    const Budget::Model counted;
+    engine::PolicyBlock policies(DType::f32, counted);
+    policies.reserve(one.step, {});
+    engine::AttentionBlock block(one.model, policies, nullptr);
+    block.reserve(one.step);
+    block.begin(one.step);
+    const Matrix x = input_of(one.step);
+    const Numbers input = on_host(x);
+    const Matrix found = block.run(one.step, 0, {0, one.step.tokens()}, x);
+    one.step.agree_on_failure();
+    Numbers expected;
+    for (const auto& span : one.batch.spans()) {
+      const auto begin = input.begin() + span.first * config.hidden_size;
+      const Numbers own = expanded_attention(config, one.step.weights(0).latent,
+                                             {begin, begin + span.count * config.hidden_size});
+      expected.insert(expected.end(), own.begin(), own.end());
+    }
+    expect_near(found, expected);
   }
-  expect_near(found, expected);
 }
 
 /// Notes the blocks that it sees. A head's row scores its value's first dimension.
@@ -424,28 +430,43 @@ TEST(PolicyBlock, KeepsTheBestRowsOfItsSequence) {
   }
 }
 
-TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
+/// A delta net of two key heads, as one of `architecture`.
+ModelConfig delta_config(const char* architecture, DeltaNetConfig::Kind kind) {
   ModelConfig config = block_config();
-  config.architecture = "Qwen3NextForCausalLM";
+  config.architecture = architecture;
   config.delta_net.emplace();
-  config.delta_net->key_heads = 2;
-  config.delta_net->value_heads = 4;
-  config.delta_net->key_dim = 8;
-  config.delta_net->value_dim = 4;
+  config.delta_net->kind = kind;
+  config.delta_net->key_heads = config.delta_net->value_heads = 2;
+  config.delta_net->key_dim = config.delta_net->value_dim = 8;
   config.layers.resize(1);
   config.layers[0].mixing = TokenMixing::delta_net;
+  return config;
+}
+
+/// Copies the columns of `from` (row, its columns) to those of `to` from `first` on.
+void fill_columns(const Matrix& to, std::size_t first, const Numbers& from) {
+  Numbers all = on_host(to);
+  const std::size_t rows = to.extent(0), columns = to.extent(1), own = from.size() / rows;
+  for (std::size_t i = 0; i < from.size(); ++i) all[i / own * columns + first + i % own] = from[i];
+  fill(to, all);
+}
+
+/// Compares the block with pass_delta_net of rows and rates that `project` makes of the input.
+void expect_delta_net(
+    const ModelConfig& config,
+    const std::function<void(const Numbers&, const Model::Weights::Layer&, const engine::DeltaNet&,
+                             const engine::DeltaTokens&)>& project) {
   OneStep one(config, {6, 3});
   engine::DeltaNetBlock block;
   block.reserve(one.step);
   const Matrix x = input_of(one.step);
-  const Numbers numbers = on_host(x);
   const auto& weights = one.step.weights(0);
   const engine::DeltaNet net{*config.delta_net, 2};
   const engine::DeltaTokens tokens{Matrix("rows", 9, net.columns()),
                                    Matrix("rates", 9, net.rates()),
                                    Matrix("outputs", 9, net.values())};
-  fill(tokens.rows, product(numbers, weights.delta_in));
-  fill(tokens.rates, product(numbers, weights.delta_rates));
+  project(on_host(x), weights, net, tokens);
+  const Numbers projected = on_host(tokens.rows);
   const engine::DeltaWeights own{weights.convolution, weights.delta_decay_rates,
                                  weights.delta_decay_shifts, weights.delta_norm,
                                  static_cast<float>(config.rms_norm_eps)};
@@ -454,12 +475,59 @@ TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
     engine::pass_delta_net(one.step.exec, net, own,
                            tokens.part(span.first, span.first + span.count), state, state);
   }
+  Numbers expected = on_host(tokens.outputs);
+  if (config.delta_net->kind == DeltaNetConfig::Kind::lightning) {
+    const std::size_t values = net.values(), columns = net.columns(), gates = net.gates();
+    for (std::size_t first = 0; first < expected.size(); first += values) {
+      double squares = 0;
+      for (std::size_t c = 0; c < values; ++c) squares += std::pow(expected[first + c], 2);
+      const double mean = squares / static_cast<double>(values);
+      for (std::size_t c = 0; c < values; ++c) {
+        const double gate = projected[first / values * columns + gates + c];
+        expected[first + c] /= std::sqrt(mean + config.rms_norm_eps) * (1 + std::exp(-gate));
+      }
+    }
+  }
   const Matrix found = block.run(one.step, 0, {0, 9}, x);
   one.step.agree_on_failure();
-  expect_near(found, on_host(tokens.outputs));
+  expect_near(found, expected);
   for (const auto& span : one.batch.spans()) {
     EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
   }
+}
+
+TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
+  ModelConfig config = delta_config("Qwen3NextForCausalLM", DeltaNetConfig::Kind::gated);
+  config.delta_net->value_heads = 4;
+  config.delta_net->value_dim = 4;
+  expect_delta_net(config, [](const Numbers& x, const auto& weights, const auto&,
+                              const engine::DeltaTokens& tokens) {
+    fill(tokens.rows, product(x, weights.delta_in));
+    fill(tokens.rates, product(x, weights.delta_rates));
+  });
+}
+
+TEST(DeltaNetBlock, DecaysAndGatesOfKimiAreMapsOfLatents) {
+  ModelConfig config = delta_config("KimiLinearForCausalLM", DeltaNetConfig::Kind::kimi);
+  config.delta_net->gate_rank = 5;
+  expect_delta_net(config, [](const Numbers& x, const auto& weights, const auto& net,
+                              const engine::DeltaTokens& tokens) {
+    const Numbers both = product(x, weights.delta_latents);
+    Numbers latents[2];
+    for (std::size_t i = 0; i < both.size(); ++i) latents[i % 10 / 5].push_back(both[i]);
+    fill_columns(tokens.rows, 0, product(x, weights.delta_in));
+    fill_columns(tokens.rows, net.gates(), product(latents[1], weights.delta_gates_out));
+    fill_columns(tokens.rates, 0, product(x, weights.delta_rates));
+    fill_columns(tokens.rates, net.value_heads(), product(latents[0], weights.delta_decays_out));
+  });
+}
+
+TEST(DeltaNetBlock, LightningAttentionHasOneNorm) {
+  expect_delta_net(
+      delta_config("MiniMaxForCausalLM", DeltaNetConfig::Kind::lightning),
+      [](const Numbers& x, const auto& weights, const auto&, const engine::DeltaTokens& tokens) {
+        fill(tokens.rows, product(x, weights.delta_in));
+      });
 }
 
 /// Sets weights, and returns them.

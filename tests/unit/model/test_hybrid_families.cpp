@@ -4,13 +4,16 @@
 
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <string>
+#include <string_view>
 
 #include "model/cache_layers.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
 
+using kvzap::DeltaNetConfig;
 using kvzap::HeadPartition;
 using kvzap::ModelConfig;
 using kvzap::StateSpaceConfig;
@@ -275,6 +278,149 @@ TEST(LatentFamilies, LongcatFlash) {
   refused(sizes + R"(4,"zero_expert_type":"copy")", {"zero_expert_type", "'identity'", "'copy'"});
   refused(sizes + R"(4,"q_lora_rank":null)", {"q_lora_rank", "found none"});
   refused(sizes + "-1", {"zero_expert_num", "found -1"});
+}
+
+TEST(HybridFamilies, KimiLinear) {
+  const std::string experts = R"("num_experts":8,"num_experts_per_token":2,"num_expert_group":2)";
+  const ModelConfig config = load("KimiLinearForCausalLM", experts);
+  EXPECT_EQ(parts_of(config), "df de de de ");
+  EXPECT_EQ(config.delta_net->kind, DeltaNetConfig::Kind::kimi);
+  EXPECT_EQ(config.delta_net->key_heads, 32);
+  EXPECT_EQ(config.delta_net->gate_rank, 128);
+  EXPECT_EQ(config.delta_net->decays(), 128);
+  EXPECT_EQ(config.delta_net->state_values(), 128 * 128 + 3 * 3 * 128);
+  EXPECT_EQ(config.latent->query_rank, 0);
+  EXPECT_EQ(config.head_dim, 512 + 64);
+  EXPECT_FALSE(config.layer(3).has_rope);
+  EXPECT_EQ(config.experts->per_token, 2);
+  EXPECT_EQ(config.experts->groups, 2);
+  EXPECT_NEAR(*config.attention_multiplier, 1 / std::sqrt(192.0), 1e-12);
+  EXPECT_TRUE(config.warnings.empty());
+  // As published, and as transformers writes it: the object of its own takes precedence.
+  const ModelConfig stated = load(
+      "KimiLinearForCausalLM",
+      experts + R"(,"linear_num_heads":9,"linear_attn_config":{"num_heads":3,"head_dim":12,)"
+                R"("short_conv_kernel_size":3,"kda_layers":[1,2,4],"full_attn_layers":[3]},)"
+                R"("mla_use_nope":true,"moe_renormalize":false,"first_k_dense_replace":3,)"
+                R"("moe_router_activation_func":"sigmoid","q_lora_rank":20,"attention_bias":true)");
+  EXPECT_EQ(parts_of(stated), "df df af de ");
+  EXPECT_EQ(stated.delta_net->key_heads, 3);
+  EXPECT_EQ(stated.delta_net->kernel, 3);
+  EXPECT_EQ(stated.latent->query_rank, 20);
+  EXPECT_TRUE(stated.qkv_bias);
+  EXPECT_FALSE(stated.experts->normalises);
+  EXPECT_TRUE(stated.warnings.empty());
+  EXPECT_EQ(parts_of(load("KimiLinearForCausalLM",
+                          experts + R"(,"layer_types":["full_attention","linear_attention",)"
+                                    R"("linear_attention","full_attention"],"mlp_layer_types":)"
+                                    R"(["sparse","dense","dense","dense"])")),
+            "ae df df af ");
+  const auto refused = [&](const char* fields, std::initializer_list<std::string_view> parts) {
+    expect_error([&] { load("KimiLinearForCausalLM", experts + "," + fields); }, parts);
+  };
+  refused(R"("linear_attn_config":[])", {"linear_attn_config", "an object"});
+  refused(R"("linear_attn_config":{"kda_layers":[1,5],"full_attn_layers":[3]})",
+          {"linear_attn_config.kda_layers", "1 to 4", "found 5"});
+  refused(R"("linear_attn_config":{"kda_layers":[1,2],"full_attn_layers":[3]})",
+          {"linear_attn_config.kda_layers", "layer 4"});
+  refused(R"("linear_attn_config":{"head_dim":0})", {"linear_attn_config.head_dim"});
+  refused(R"("linear_num_heads":65536,"linear_head_dim":65536)", {"linear_num_heads", "states"});
+  refused(R"("linear_conv_kernel_dim":17)", {"linear_conv_kernel_dim"});
+  refused(R"("mla_use_nope":false)", {"mla_use_nope"});
+  refused(R"("moe_router_activation_func":"softmax")", {"moe_router_activation_func"});
+  refused(R"("rope_scaling":{"rope_type":"linear","factor":2})", {"rope_scaling"});
+}
+
+TEST(HybridFamilies, Ling3) {
+  const std::string experts = R"("num_experts":16,"num_expert_group":2,"topk_group":1)";
+  const ModelConfig config =
+      load("BailingHybridForCausalLM", experts + R"(,"head_dim":12,"layer_group_size":2)");
+  EXPECT_EQ(parts_of(config), "df af de ae ");
+  EXPECT_EQ(config.delta_net->kind, DeltaNetConfig::Kind::kimi);
+  EXPECT_EQ(config.delta_net->key_heads, 8);
+  EXPECT_EQ(config.delta_net->key_dim, 12);
+  EXPECT_EQ(config.delta_net->gate_rank, 0);
+  EXPECT_EQ(config.delta_net->least_log_decay, -5);
+  EXPECT_TRUE(config.latent->gates_heads);
+  EXPECT_EQ(config.head_dim, 512 + 64);
+  EXPECT_TRUE(config.layer(1).has_rope);
+  EXPECT_TRUE(config.rope_is_interleaved);
+  EXPECT_EQ(config.rope_theta, 6e6);
+  EXPECT_EQ(config.experts->per_token, 8);
+  EXPECT_EQ(config.experts->scale, 2.5);
+  EXPECT_TRUE(config.warnings.empty());
+  // As transformers writes it: head_dim is then that of RoPE.
+  const ModelConfig written = load(
+      "BailingHybridForCausalLM",
+      experts + R"(,"head_dim":64,"linear_head_dim":12,"linear_num_heads":3,)"
+                R"("linear_conv_kernel_dim":3,"short_conv_kernel_size":3,"kda_safe_gate":false,)"
+                R"("layer_types":["linear_attention","linear_attention","linear_attention",)"
+                R"("full_attention"],"first_k_dense_replace":0)");
+  EXPECT_EQ(parts_of(written), "de de de ae ");
+  EXPECT_EQ(written.delta_net->key_dim, 12);
+  EXPECT_EQ(written.delta_net->key_heads, 3);
+  EXPECT_EQ(written.delta_net->kernel, 3);
+  EXPECT_EQ(written.delta_net->least_log_decay, 0);
+  const auto refused = [&](const char* fields, std::initializer_list<std::string_view> parts) {
+    expect_error([&] { load("BailingHybridForCausalLM", experts + "," + fields); }, parts);
+  };
+  refused(R"("kda_lower_bound":0)", {"kda_lower_bound"});
+  refused(R"("kda_lower_bound":1)", {"kda_lower_bound"});
+  refused(R"("layer_group_size":0)", {"layer_group_size"});
+  refused(R"("head_dim":0)", {"linear_head_dim"});
+  refused(R"("short_conv_kernel_size":17)", {"short_conv_kernel_size"});
+}
+
+TEST(HybridFamilies, MiniMax) {
+  const std::string experts = R"("num_local_experts":8)";
+  const ModelConfig config =
+      load("MiniMaxForCausalLM", experts +
+                                     R"(,"full_attn_alpha_factor":2,"full_attn_beta_factor":3,)"
+                                     R"("linear_attn_alpha_factor":4,"linear_attn_beta_factor":5,)"
+                                     R"("mlp_alpha_factor":6,"mlp_beta_factor":7,"block_size":64)");
+  EXPECT_EQ(parts_of(config), "ae de ae de ");
+  EXPECT_EQ(config.delta_net->kind, DeltaNetConfig::Kind::lightning);
+  EXPECT_EQ(config.delta_net->key_heads, 8);
+  EXPECT_EQ(config.delta_net->decays(), 0);
+  EXPECT_EQ(config.delta_net->state_values(), 8 * 8);
+  EXPECT_EQ(config.delta_net->out_multiplier, 5);
+  EXPECT_EQ(config.attention_out_multiplier, 3);
+  EXPECT_EQ(config.feed_forward_multiplier, 7);
+  EXPECT_EQ(config.normed_residuals->attention, 2);
+  EXPECT_EQ(config.normed_residuals->state, 4);
+  EXPECT_EQ(config.normed_residuals->feed_forward, 6);
+  EXPECT_EQ(config.rope_theta, 1e6);
+  EXPECT_EQ(config.rotated_dims(), 8);
+  EXPECT_TRUE(config.warnings.empty());
+  // As published.
+  const ModelConfig published =
+      load("MiniMaxText01ForCausalLM",
+           experts + R"(,"model_type":"minimax_text_01","attn_type_list":[0,0,0,1],"rotary_dim":4,)"
+                     R"("layernorm_full_attention_alpha":3.5,"layernorm_full_attention_beta":1.0,)"
+                     R"("layernorm_linear_attention_alpha":2.5,"layernorm_mlp_alpha":1.5,)"
+                     R"("postnorm":true,"shared_intermediate_size":0,"shared_moe_mode":"sigmoid",)"
+                     R"("sliding_window":null)");
+  EXPECT_EQ(parts_of(published), "de de de ae ");
+  EXPECT_EQ(published.rotary_dim, 4);
+  EXPECT_EQ(published.normed_residuals->attention, 3.5);
+  EXPECT_EQ(published.normed_residuals->state, 2.5);
+  EXPECT_EQ(published.normed_residuals->feed_forward, 1.5);
+  EXPECT_TRUE(published.warnings.empty());
+  EXPECT_EQ(load("MiniMaxForCausalLM", experts + R"(,"sliding_window":16)").layer(0).window, 16);
+  const auto refused = [&](const char* fields, std::initializer_list<std::string_view> parts) {
+    expect_error([&] { load("MiniMaxForCausalLM", experts + "," + fields); }, parts);
+  };
+  refused(R"("attn_type_list":[0,1])", {"attn_type_list", "an array of 4 numbers"});
+  refused(R"("attn_type_list":[0,1,2,1])", {"attn_type_list", "0 or 1", "found 2"});
+  refused(R"("linear_attn_alpha_factor":0)", {"linear_attn_alpha_factor"});
+  refused(R"("layernorm_mlp_beta":"1")", {"mlp_beta"});
+  refused(R"("postnorm":false)", {"postnorm"});
+  refused(R"("shared_intermediate_size":64)", {"shared_intermediate_size"});
+  refused(R"("rotary_dim":3)", {"rotary_dim", "even"});
+}
+
+TEST(HybridFamilies, Qwen4IsRefusedForWhatItNeeds) {
+  expect_error([] { load("Qwen4ExpForCausalLM"); }, {"hyper-connections", "n-grams", "indexer"});
 }
 
 }  // namespace

@@ -305,6 +305,7 @@ class Hybrids(Commands, TestCase):
     STATE = KEY_HEADS * (GROUP * KEY_DIM * VALUE_DIM + (KERNEL - 1) * (2 * KEY_DIM + GROUP * VALUE_DIM)) * 4  # bytes
     PLANNED = 2 * STATE  # with the state that a step makes
     RANKS = ((0, 2), (2, 0), (4, 2), (3, 4))  # that write a snapshot and that read it
+    PLACED = KV_HEADS
 
     def test_report_is_of_full_layers(self):
         _, report = self.answer("--policy", "knorm", "--evict-ratio", "0.5", "--window", "8")
@@ -351,7 +352,7 @@ class Hybrids(Commands, TestCase):
         # The last run gives rank 0 the last KV head.
         placement = self.folder / "placement.json"
         layers = len(json.loads((self.model / "config.json").read_text())["layer_types"])
-        placement.write_text(json.dumps({"context": {"kept_rows": [[1, 2]] * layers}}))
+        placement.write_text(json.dumps({"context": {"kept_rows": [[*range(self.PLACED)]] * layers}}))
         for i, (ranks, other) in enumerate((*self.RANKS, (max(ranks for ranks, _ in self.RANKS), 0))):
             flags = ("--placement", placement) if i == len(self.RANKS) else ()
             self.command("run", "-m", self.model, *questions, *flags, "--snapshot", file, "--snapshot-compress", 4 * (i % 2),
@@ -448,6 +449,7 @@ class SharedRows(Commands, TestCase):
     """Layers 2 and 3 read the rows of layers 0 and 1. Those with windows have two KV heads for one of the others."""
     CONFIG = SHARED_CONFIG
     RANKS = ((0, 2), (2, 0))
+    PLACED = KV_HEADS
     test_snapshots_of_other_ranks = Hybrids.test_snapshots_of_other_ranks
     test_server_continues_conversations = Windows.test_server_continues_conversations
     FULL_PAIR, WINDOW_PAIR = 2 * KV_HEADS * GLOBAL_DIM * 4, 2 * 2 * KV_HEADS * DIM * 4  # bytes
@@ -491,6 +493,7 @@ class SharedRowsOnManyRanks(Commands, TestCase):
     """With as many KV heads in all layers, more ranks share the heads."""
     CONFIG = {**SHARED_CONFIG, "num_key_value_heads": KV_HEADS, "attention_k_eq_v": False}
     RANKS = Hybrids.RANKS
+    PLACED = KV_HEADS
     test_snapshots_of_other_ranks = Hybrids.test_snapshots_of_other_ranks
 
     def test_long_prefill(self):
@@ -545,11 +548,13 @@ class Lfm2(FalconH1):
 class KimiLinear(FalconH1):
     """States beside rows of latents."""
     GOLDEN = "kimi_linear"
+    PLACED = 1
 
 
 class MiniMax(FalconH1):
     """States without convolutions."""
     GOLDEN = "minimax"
+    PLACED = 3
 
 
 class PublishedModels(TestCase):

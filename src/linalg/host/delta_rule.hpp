@@ -14,7 +14,7 @@ struct DeltaRows {
   std::int64_t stride = 0;
   // (token), `rate_stride` floats apart. Null: the state adds k v^T, whatever it has of k.
   const float* strengths = nullptr;
-  // (token, row of the state): rows lie `decay_step` floats apart, 0 for one decay of all.
+  // (token, row of the state): rows lie `decay_step` floats apart, 1 or 0 (one decay of all rows).
   const float* decays = nullptr;
   std::int64_t rate_stride = 0;
   int decay_step = 0;

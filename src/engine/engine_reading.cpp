@@ -8,6 +8,9 @@
 namespace kvzap {
 
 using engine::agree_on_memory;
+using engine::EvictionMoment;
+using engine::PolicyStep;
+using engine::RecentQueries;
 using engine::SequenceState;
 namespace {
 

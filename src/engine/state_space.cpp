@@ -37,6 +37,7 @@ void convolve_all(const ExecutionSpace& exec, const StateSpace& space, const Spa
   heads.channels = heads.token_stride = config.head_dim;
   heads.offset = config.state_dim * config.head_dim;
   convolve(exec, own, heads, rows, before, after);
+  if (config.is_mamba1()) return;
   ConvolvedRuns groups;
   groups.first = space.values();
   groups.runs = space.groups;
@@ -57,14 +58,9 @@ void convolve_all(const ExecutionSpace& exec, const StateSpace& space, const Spa
       });
 }
 
-/// SiLU of the channels, steps and decays.
-void prepare_space(const ExecutionSpace& exec, const StateSpace& space, const SpaceWeights& weights,
-                   const linalg::Matrix& rows, const linalg::Matrix& decays) {
-  const std::int64_t heads = space.heads, channels = space.channels(), steps = space.steps();
+void apply_silu(const ExecutionSpace& exec, const StateSpace& space, const linalg::Matrix& rows) {
+  const std::int64_t channels = space.channels();
   const auto tokens = static_cast<std::int64_t>(rows.extent(0));
-  const linalg::ConstVector rates = weights.rates, shifts = weights.shifts;
-  const auto least = static_cast<float>(space.config.least_step);
-  const auto largest = static_cast<float>(space.config.largest_step);
   if (base::machine().on_host()) {
     constexpr std::int64_t at_once = 512;
     const std::int64_t parts = (channels + at_once - 1) / at_once;
@@ -80,12 +76,32 @@ void prepare_space(const ExecutionSpace& exec, const StateSpace& space, const Sp
           value = space_silu(value);
         });
   }
+}
+
+// Without an overflow of the exponential.
+KOKKOS_INLINE_FUNCTION float softplus(float x) {
+  return x > 20.0f ? x : base::math::log1p(base::math::exp(x));
+}
+
+void prepare_steps(const ExecutionSpace& exec, const StateSpace& space, const SpaceWeights& weights,
+                   const linalg::Matrix& rows, const linalg::Matrix& decays) {
+  const std::int64_t heads = space.heads, values = space.values(), steps = space.steps();
+  const auto tokens = static_cast<std::int64_t>(rows.extent(0));
+  const linalg::ConstVector rates = weights.rates, shifts = weights.shifts;
+  const auto least = static_cast<float>(space.config.least_step);
+  const auto largest = static_cast<float>(space.config.largest_step);
+  if (space.config.is_mamba1()) {
+    return for_each_of_space(
+        "kvzap::state_space::channel_steps", exec, tokens * values, 20,
+        KOKKOS_LAMBDA(std::int64_t i) {
+          float& step = rows(i / values, steps + i % values);
+          step = softplus(step + shifts(i % values));
+        });
+  }
   for_each_of_space(
       "kvzap::state_space::steps", exec, tokens * heads, 20, KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = i / heads, head = i % heads;
-        const float x = rows(token, steps + head) + shifts(head);
-        // softplus(x), without an overflow of the exponential
-        float step = x > 20.0f ? x : base::math::log1p(base::math::exp(x));
+        float step = softplus(rows(token, steps + head) + shifts(head));
         if (step < least) step = least;
         if (largest > 0 && step > largest) step = largest;
         rows(token, steps + head) = step;
@@ -97,9 +113,10 @@ void prepare_space(const ExecutionSpace& exec, const StateSpace& space, const Sp
 struct SpaceColumn {
   linalg::Matrix rows, decays, outputs;
   LayerState before, after;
-  linalg::ConstVector skips;
+  linalg::ConstVector rates, skips;
   ConstIndices group;
-  std::int64_t head_dim = 0, state_dim = 0, values = 0, steps = 0;
+  std::int64_t head_dim = 0, state_dim = 0, inputs = 0, steps = 0;
+  bool is_mamba1 = false;
 
   KOKKOS_FUNCTION void operator()(std::int64_t i) const {
     const std::int64_t head = i / head_dim, column = i % head_dim;
@@ -108,17 +125,19 @@ struct SpaceColumn {
       cells[n * head_dim] = before(head, column + n * head_dim);
     }
     for (std::int64_t t = 0; t < static_cast<std::int64_t>(rows.extent(0)); ++t) {
-      const float* const b = &rows(t, values + 2 * group(head) * state_dim);
+      const float* const b = &rows(t, inputs + 2 * group(head) * state_dim);
       const float* const c = b + state_dim;
-      const float x = rows(t, i), decay = decays(t, head);
-      const float input = rows(t, steps + head) * x;
-      float sum = 0;
+      const float x = rows(t, i), step = rows(t, steps + (is_mamba1 ? i : head));
+      float decay = is_mamba1 ? 0.0f : decays(t, head), sum = 0;
       for (std::int64_t n = 0; n < state_dim; ++n) {
         float& cell = cells[n * head_dim];
-        cell = decay * cell + b[n] * input;
+        if (is_mamba1) {
+          decay = base::math::exp(-rates((head * state_dim + n) * head_dim + column) * step);
+        }
+        cell = decay * cell + b[n] * (step * x);
         sum += c[n] * cell;
       }
-      outputs(t, i) = sum + skips(head) * x;
+      outputs(t, i) = sum + skips(is_mamba1 ? i : head) * x;
     }
   }
 };
@@ -127,17 +146,20 @@ void update_spaces(const ExecutionSpace& exec, const StateSpace& space, const Sp
                    const SpaceTokens& block, const LayerState& before, const LayerState& after) {
   const linalg::Matrix rows = block.rows, decays = block.decays, outputs = block.outputs;
   const std::int64_t dim = space.config.head_dim, state_dim = space.config.state_dim;
-  const std::int64_t values = space.values(), steps = space.steps();
+  const std::int64_t inputs = space.first_input(), steps = space.steps();
   const auto tokens = static_cast<std::int64_t>(rows.extent(0));
-  const linalg::ConstVector skips = weights.skips;
+  const linalg::ConstVector rates = weights.rates, skips = weights.skips;
   const ConstIndices group = weights.group;
+  const bool is_mamba1 = space.config.is_mamba1();
   if (!base::machine().on_host()) {
-    const SpaceColumn work{rows,  decays, outputs,   before, after, skips,
-                           group, dim,    state_dim, values, steps};
-    return Kokkos::parallel_for("kvzap::state_space::update", SpaceRange(exec, 0, values), work);
+    const SpaceColumn work{rows,  decays, outputs,   before, after, rates,    skips,
+                           group, dim,    state_dim, inputs, steps, is_mamba1};
+    return Kokkos::parallel_for("kvzap::state_space::update", SpaceRange(exec, 0, space.values()),
+                                work);
   }
   // A decode step takes whole heads.
-  const std::int64_t at_once = tokens == 1 ? dim : linalg::space_columns;
+  const bool is_whole = tokens == 1 && !is_mamba1;
+  const std::int64_t at_once = is_whole ? dim : linalg::space_columns;
   const std::int64_t blocks = (dim + at_once - 1) / at_once;
   base::host_for(
       "kvzap::state_space::update", space.heads * blocks, tokens * state_dim * at_once,
@@ -146,20 +168,25 @@ void update_spaces(const ExecutionSpace& exec, const StateSpace& space, const Sp
         const std::int64_t head = i / blocks, first = i % blocks * at_once;
         linalg::StateSpaceRows of_head;
         of_head.x = &rows(0, head * dim);
-        of_head.b = &rows(0, values + 2 * group(head) * state_dim);
+        of_head.b = &rows(0, inputs + 2 * group(head) * state_dim);
         of_head.c = of_head.b + state_dim;
         of_head.stride = static_cast<std::int64_t>(rows.stride(0));
-        of_head.steps = &rows(0, steps + head);
+        of_head.steps = &rows(0, steps + head * (is_mamba1 ? dim : 1));
         of_head.step_stride = of_head.stride;
-        of_head.decays = &decays(0, head);
-        of_head.decay_stride = static_cast<std::int64_t>(decays.stride(0));
-        of_head.skip = skips(head);
+        if (is_mamba1) {
+          of_head.rates = &rates(head * state_dim * dim);
+          of_head.skips = &skips(head * dim);
+        } else {
+          of_head.decays = &decays(0, head);
+          of_head.decay_stride = static_cast<std::int64_t>(decays.stride(0));
+          of_head.skip = skips(head);
+        }
         of_head.outputs = &outputs(0, head * dim);
         of_head.output_stride = static_cast<std::int64_t>(outputs.stride(0));
         of_head.tokens = tokens;
         of_head.state_dim = static_cast<int>(state_dim);
         of_head.head_dim = static_cast<int>(dim);
-        if (tokens == 1) {
+        if (is_whole) {
           room.resize(static_cast<std::size_t>(2 * dim));
           linalg::state_space_token(&before(head, 0), &after(head, 0), of_head, room.data());
           return;
@@ -188,12 +215,29 @@ void scale_projections(const ExecutionSpace& exec, const StateSpace& space,
   scale(space.steps(), space.heads, d);
 }
 
-void pass_state_space(const ExecutionSpace& exec, const StateSpace& space,
-                      const SpaceWeights& weights, const SpaceTokens& tokens,
-                      const LayerState& before, const LayerState& after) {
+void convolve_inputs(const ExecutionSpace& exec, const StateSpace& space,
+                     const SpaceWeights& weights, const SpaceTokens& tokens,
+                     const LayerState& before, const LayerState& after) {
   if (tokens.rows.extent(0) == 0 || space.heads == 0) return;
   convolve_all(exec, space, weights, tokens.rows, before, after);
-  prepare_space(exec, space, weights, tokens.rows, tokens.decays);
+  apply_silu(exec, space, tokens.rows);
+}
+
+void place_inputs(const ExecutionSpace& exec, const StateSpace& space, std::int64_t group,
+                  const linalg::ConstMatrix& latents, const linalg::Matrix& rows) {
+  const std::int64_t count = 2 * space.config.state_dim, from = space.config.step_rank;
+  const std::int64_t to = space.first_input() + group * count;
+  for_each_of_space(
+      "kvzap::state_space::inputs", exec, static_cast<std::int64_t>(rows.extent(0)) * count, 1,
+      KOKKOS_LAMBDA(std::int64_t i) {
+        rows(i / count, to + i % count) = latents(i / count, from + i % count);
+      });
+}
+
+void update_state(const ExecutionSpace& exec, const StateSpace& space, const SpaceWeights& weights,
+                  const SpaceTokens& tokens, const LayerState& before, const LayerState& after) {
+  if (tokens.rows.extent(0) == 0 || space.heads == 0) return;
+  prepare_steps(exec, space, weights, tokens.rows, tokens.decays);
   update_spaces(exec, space, weights, tokens, before, after);
 }
 

@@ -16,12 +16,18 @@ struct StateSpace {
   std::int64_t heads = 0, groups = 0;  // of this rank
 
   std::int64_t values() const { return heads * config.head_dim; }
-  /// Channels of the convolution: x of each head, then B and C of each group.
-  std::int64_t channels() const { return values() + 2 * groups * config.state_dim; }
-  /// Columns of the first product: the channels, then z and d of each head.
-  std::int64_t columns() const { return channels() + values() + heads; }
+  /// Values of B and C.
+  std::int64_t inputs() const { return 2 * groups * config.state_dim; }
+  /// Channels of the convolution: x of each head, then B and C of each group; of Mamba-1 x alone.
+  std::int64_t channels() const { return values() + (config.is_mamba1() ? 0 : inputs()); }
+  /// Columns of a row: the channels, z and d of each head; of Mamba-1 x, z, B and C of each group,
+  /// and d of each channel.
+  std::int64_t columns() const { return steps() + (config.is_mamba1() ? values() : heads); }
+  /// Columns of the first product: all, or x and z.
+  std::int64_t projections() const { return config.is_mamba1() ? 2 * values() : columns(); }
+  std::int64_t first_input() const { return config.is_mamba1() ? 2 * values() : values(); }
   std::int64_t gates() const { return channels(); }
-  std::int64_t steps() const { return channels() + values(); }
+  std::int64_t steps() const { return 2 * values() + inputs(); }
 };
 
 /// A rank's part of a state space's weights, as Model::Weights::Layer has them.
@@ -33,8 +39,8 @@ struct SpaceWeights {
   ConstIndices numbers;      // (group)
 };
 
-/// Tokens that pass the state space: rows (token, StateSpace::columns()) of the product, decays
-/// (token, head), and outputs (token, StateSpace::values()) for the last product.
+/// Tokens that pass the state space: rows (token, StateSpace::columns()), decays (token, head; not
+/// of Mamba-1), and outputs (token, StateSpace::values()) for the last product.
 struct SpaceTokens {
   linalg::Matrix rows, decays, outputs;
 
@@ -50,12 +56,22 @@ struct SpaceTokens {
 void scale_projections(const ExecutionSpace& exec, const StateSpace& space,
                        const linalg::Matrix& rows);
 
-/// Lets a sequence's tokens pass the convolution and the recurrence. Overwrites their rows, except
-/// gates, and decays; writes their outputs and the state after them (head,
-/// StateSpaceConfig::state_values()), which may be that before them.
-void pass_state_space(const ExecutionSpace& exec, const StateSpace& space,
-                      const SpaceWeights& weights, const SpaceTokens& tokens,
-                      const LayerState& before, const LayerState& after);
+/// Lets a sequence's tokens pass the convolution and SiLU. Overwrites the channels of their rows,
+/// and writes these inputs to the state after them (head, StateSpaceConfig::state_values()), which
+/// may be that before them.
+void convolve_inputs(const ExecutionSpace& exec, const StateSpace& space,
+                     const SpaceWeights& weights, const SpaceTokens& tokens,
+                     const LayerState& before, const LayerState& after);
+
+/// Mamba-1: copies B and C of a group of this rank from its latents (token,
+/// StateSpaceConfig::latents()) to the rows.
+void place_inputs(const ExecutionSpace& exec, const StateSpace& space, std::int64_t group,
+                  const linalg::ConstMatrix& latents, const linalg::Matrix& rows);
+
+/// Lets a sequence's tokens pass the recurrence, after convolve_inputs. Overwrites the steps of
+/// their rows and the decays; writes their outputs and the rest of the state.
+void update_state(const ExecutionSpace& exec, const StateSpace& space, const SpaceWeights& weights,
+                  const SpaceTokens& tokens, const LayerState& before, const LayerState& after);
 
 /// Multiplies the outputs by silu of their gates.
 void gate_outputs(const ExecutionSpace& exec, const StateSpace& space, const SpaceTokens& tokens);

@@ -44,6 +44,14 @@ struct Model::Weights {
     Linear head_gates;               // (query heads, hidden), or empty
   };
 
+  /// The maps of a group of Mamba-1's channels, for this rank's channels of the group
+  /// (StateSpaceConfig).
+  struct SpaceGroup {
+    std::int64_t number = 0;  // among those of all ranks
+    Linear latents;           // (step_rank + 2 state_dim, channels): part of the sum over ranks
+    Linear steps;             // (channels, step_rank)
+  };
+
   /// A norm of the residual stream, or none.
   struct Norm {
     Vector weight;  // (hidden), or empty
@@ -116,6 +124,7 @@ struct Model::Weights {
     // groups that these belong to.
     Linear space_out;       // the last map, (hidden, heads * head_dim), beside attention; else `o`
     Vector space_out_bias;  // on rank 0 alone
+    // Of Mamba-1: (head, state_dim, head_dim), and of each channel.
     Vector space_rates;     // (head): exp(A_log)
     Vector space_shifts;    // (head): dt_bias
     Vector space_skips;     // (head): D
@@ -123,7 +132,9 @@ struct Model::Weights {
     Indices space_heads;    // (group + 1): the first head of each group, of this rank's
     Indices space_group;    // (head): its group, of this rank's
     Indices space_numbers;  // (group): its number among those of all ranks
-    FeedForward dense;      // or the shared expert; empty if there is none
+    std::vector<SpaceGroup> space_groups;  // of Mamba-1
+    Vector latent_norm;                    // (latents) of Mamba-1: of l, B and C; or empty
+    FeedForward dense;                     // or the shared expert; empty if there is none
     // Of layers with experts. Each rank has a part of each expert, and the whole router.
     std::vector<FeedForward> experts;
     Linear router;       // (experts, hidden)

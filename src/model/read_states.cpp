@@ -43,6 +43,29 @@ Model::Weights::Vector columns_of(
   return result;
 }
 
+Ranges scaled(const Ranges& ranges, std::int64_t factor) {
+  Ranges result;
+  for (const auto& [begin, end] : ranges) result.emplace_back(begin * factor, end * factor);
+  return result;
+}
+
+/// Returns the rates of Mamba-1's channels, head by head as (state_dim, dim), from the logarithms
+/// (channel, state_dim).
+Model::Weights::Vector rates_of_channels(
+    const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>& logs, std::int64_t dim) {
+  const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), logs);
+  const auto state_dim = static_cast<std::int64_t>(host.extent(1));
+  Model::Weights::Vector result("kvzap::weights::rates", logs.size());
+  const auto rates = Kokkos::create_mirror_view(result);
+  for (std::int64_t c = 0; c < static_cast<std::int64_t>(host.extent(0)); ++c) {
+    for (std::int64_t n = 0; n < state_dim; ++n) {
+      rates((c / dim * state_dim + n) * dim + c % dim) = std::exp(host(c, n));
+    }
+  }
+  Kokkos::deep_copy(result, rates);
+  return result;
+}
+
 }  // namespace
 
 std::string StateReader::named(std::string_view name, std::string_view kind) const {
@@ -223,10 +246,9 @@ void StateReader::read_state_space(std::int64_t index, Model::Weights::Layer& la
   const std::int64_t dim = space.head_dim, inner = space.inner_size();
   const std::int64_t of_groups = space.groups * space.state_dim;  // rows of all B, and of all C
   const Ranges heads = m_partition.state_heads(static_cast<int>(index), m_rank, space.heads);
-  Ranges own;  // channels of this rank's heads
+  const Ranges own = scaled(heads, dim);  // channels of this rank's heads
   std::vector<int> first_heads, group_of_head, numbers;
   for (const auto& [begin, end] : heads) {
-    own.emplace_back(begin * dim, end * dim);
     for (std::int64_t head = begin; head < end; ++head) {
       const auto number = static_cast<int>(head / space.heads_of_group());
       if (numbers.empty() || numbers.back() != number) {
@@ -237,6 +259,10 @@ void StateReader::read_state_space(std::int64_t index, Model::Weights::Layer& la
     }
   }
   first_heads.push_back(static_cast<int>(group_of_head.size()));
+  layer.space_heads = indices(first_heads);
+  layer.space_group = indices(group_of_head);
+  layer.space_numbers = indices(numbers);
+  if (space.is_mamba1()) return read_mamba1(heads, layer);
   Ranges channels = own;  // of the convolution: x, then B and C of each group
   for (const std::int64_t number : numbers) {
     const std::int64_t b = inner + number * space.state_dim, c = b + of_groups;
@@ -254,8 +280,6 @@ void StateReader::read_state_space(std::int64_t index, Model::Weights::Layer& la
     return m_source.vector(
         {{fmt::format("{}{}.{}", m_prefix, m_names.state_space, name), space.heads, heads}});
   };
-  layer.mixer_in = m_source.linear({{of("in_proj", "weight"), space.projections(), rows}},
-                                   m_config.hidden_size, m_hidden);
   const std::int64_t all_channels = inner + 2 * of_groups;
   read_convolution({{of("conv1d", "weight"), all_channels, channels}}, space.kernel, layer);
   if (space.has_convolution_bias) {
@@ -267,17 +291,103 @@ void StateReader::read_state_space(std::int64_t index, Model::Weights::Layer& la
   if (space.gating != StateSpaceConfig::Gating::gate) {
     layer.space_norm = m_source.vector({{of("norm", "weight"), inner, own}});
   }
-  layer.space_heads = indices(first_heads);
-  layer.space_group = indices(group_of_head);
-  layer.space_numbers = indices(numbers);
-  layer.space_out =
-      m_source.linear({{of("out_proj", "weight"), m_config.hidden_size, m_hidden}}, inner, own);
+  read_space_ends(own, rows, layer);
+}
+
+// The first and the last map of a state space. own: this rank's channels, rows: those of the first.
+void StateReader::read_space_ends(const Ranges& own, const Ranges& rows,
+                                  Model::Weights::Layer& layer) const {
+  const StateSpaceConfig& space = *m_config.state_space;
+  const auto of = [&](const char* name, const char* kind) {
+    return named(in_block(m_names.state_space, name), kind);
+  };
+  layer.mixer_in = m_source.linear({{of("in_proj", "weight"), space.projections(), rows}},
+                                   m_config.hidden_size, m_hidden);
+  layer.space_out = m_source.linear({{of("out_proj", "weight"), m_config.hidden_size, m_hidden}},
+                                    space.inner_size(), own);
   if (!space.has_projection_bias) return;
   layer.mixer_in_bias = m_source.vector({{of("in_proj", "bias"), space.projections(), rows}});
   if (m_rank == 0) {
     layer.space_out_bias =
         m_source.vector({{of("out_proj", "bias"), m_config.hidden_size, m_hidden}});
   }
+}
+
+void StateReader::read_mamba1(const Ranges& heads, Model::Weights::Layer& layer) const {
+  const StateSpaceConfig& space = *m_config.state_space;
+  const std::int64_t inner = space.inner_size(), of_group = inner / space.groups;
+  const Ranges own = scaled(heads, space.head_dim);
+  const std::string block = m_prefix + std::string(m_names.state_space) + ".";
+  const auto named_in_block = [&](std::string_view name) { return block + std::string(name); };
+  const bool by_group = m_names.space_by_group;
+
+  Ranges rows;  // of the first map
+  for (const std::int64_t part : {0, 1}) {
+    for (const auto& [begin, end] : own) {
+      for (std::int64_t c = begin; by_group && c < end; ++c) {
+        rows.emplace_back(2 * c + part, 2 * c + part + 1);
+      }
+      if (!by_group) rows.emplace_back(part * inner + begin, part * inner + end);
+    }
+  }
+  // This rank's channels of each group.
+  std::vector<std::pair<std::int64_t, Ranges>> groups;
+  for (const auto& [begin, end] : own) {
+    for (std::int64_t first = begin; first < end;) {
+      const std::int64_t number = first / of_group;
+      const std::int64_t last = std::min(end, (number + 1) * of_group);
+      if (groups.empty() || groups.back().first != number) groups.emplace_back(number, Ranges());
+      groups.back().second.emplace_back(first, last);
+      first = last;
+    }
+  }
+  // The channels of a group as rows or columns of a tensor, and the tensor's part that has them.
+  const std::int64_t extent = by_group ? of_group : inner;
+  const auto within = [&](std::int64_t number, const Ranges& channels) {
+    Ranges result;
+    append_shifted(result, channels, by_group ? -number * of_group : 0);
+    return result;
+  };
+  const auto slice_of = [&](std::int64_t number) {
+    return by_group ? std::optional(TensorSlice{number, space.groups, false, true}) : std::nullopt;
+  };
+  const auto of_channels = [&](std::string_view name) {
+    std::vector<TensorRows> parts;
+    for (const auto& [number, channels] : groups) {
+      parts.push_back({named_in_block(name), extent, within(number, channels), slice_of(number)});
+    }
+    return parts;
+  };
+  for (const auto& [number, channels] : groups) {
+    const std::int64_t rank = space.step_rank, latents = space.latents();
+    Model::Weights::SpaceGroup group;
+    group.number = number;
+    group.latents = m_source.linear(
+        {{named_in_block(m_names.space_latents), latents, {{0, latents}}, slice_of(number)}},
+        extent, within(number, channels));
+    group.steps = m_source.linear(
+        {{named_in_block(m_names.space_steps), extent, within(number, channels), slice_of(number)}},
+        rank, {{0, rank}});
+    layer.space_groups.push_back(std::move(group));
+  }
+  const std::int64_t state_dim = space.state_dim;
+  layer.space_rates = rates_of_channels(
+      m_source.matrix(of_channels("A_log"), state_dim, {{0, state_dim}}), space.head_dim);
+  layer.space_skips = m_source.vector(of_channels("D"));
+  layer.space_shifts = m_source.vector(of_channels(m_names.space_shifts));
+  read_convolution({{named_in_block("conv1d.weight"), inner, own}}, space.kernel, layer);
+  if (space.has_convolution_bias) {
+    layer.convolution_bias = m_source.vector({{named_in_block("conv1d.bias"), inner, own}});
+  }
+  if (space.norms_latents) {
+    const auto norm = [&](const char* name, std::int64_t size) {
+      return TensorRows{named_in_block(name), size, {{0, size}}};
+    };
+    layer.latent_norm = m_source.vector({norm("dt_layernorm.weight", space.step_rank),
+                                         norm("b_layernorm.weight", state_dim),
+                                         norm("c_layernorm.weight", state_dim)});
+  }
+  read_space_ends(own, rows, layer);
 }
 
 }  // namespace kvzap::model

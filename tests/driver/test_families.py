@@ -351,7 +351,8 @@ class Hybrids(Commands, TestCase):
         self.assertEqual(len(answers), 2)
         # The last run gives rank 0 the last KV head.
         placement = self.folder / "placement.json"
-        layers = len(json.loads((self.model / "config.json").read_text())["layer_types"])
+        config = json.loads((self.model / "config.json").read_text())
+        layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
         placement.write_text(json.dumps({"context": {"kept_rows": [[*range(self.PLACED)]] * layers}}))
         for i, (ranks, other) in enumerate((*self.RANKS, (max(ranks for ranks, _ in self.RANKS), 0))):
             flags = ("--placement", placement) if i == len(self.RANKS) else ()
@@ -516,9 +517,8 @@ class FalconH1(Hybrids):
             if file.name != "model.safetensors":
                 shutil.copy(file, self.model)
         config = json.loads((golden / "config.json").read_text())
-        kinds = config.get("layer_types") or config.get("layers_block_type") or [""] * config["num_hidden_layers"]
         draw, vocabulary = random.Random(7), config["vocab_size"]
-        config.update(vocab_size=VOCABULARY, eos_token_id=1023, layer_types=kinds)
+        config.update(vocab_size=VOCABULARY, eos_token_id=1023)
         (self.model / "config.json").write_text(json.dumps(config))
         data = (golden / "model.safetensors").read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
@@ -538,6 +538,12 @@ class FalconH1(Hybrids):
 class NemotronH(FalconH1):
     """Layers that keep rows, a state or nothing."""
     GOLDEN = "nemotron_h"
+
+
+class Jamba(FalconH1):
+    """State spaces of Mamba-1, and experts."""
+    GOLDEN = "jamba"
+    PLACED = 3
 
 
 class Lfm2(FalconH1):

@@ -1291,6 +1291,46 @@ FAMILIES = {
         mlp_beta_factor=0.9,
         rope_parameters=rope(1000000.0),
     ),
+    # 120 channels in heads of 30.
+    "jamba": family(
+        "jamba",
+        "head_dim",
+        "rope_parameters",
+        hidden_size=60,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=24,
+        num_hidden_layers=5,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        mamba_d_state=10,
+        mamba_d_conv=4,
+        mamba_dt_rank=5,
+    ),
+    "jamba_dense": family(
+        "jamba",
+        "head_dim",
+        "rope_parameters",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        attn_layer_period=2,
+        attn_layer_offset=0,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=16,
+        mamba_d_conv=3,
+        mamba_expand=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        tie_word_embeddings=True,
+    ),
     "jais2": family(
         "jais2",
         "head_dim",
@@ -1502,7 +1542,7 @@ ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_
 # Their layers without windows have no RoPE.
 FULL_WITHOUT_ROPE = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe", "flint", "kolibri1")
 # Their layers have no RoPE, and no field for it.
-WITHOUT_ROPE = ("opt", "biogpt", "gpt_neo")
+WITHOUT_ROPE = ("opt", "biogpt", "gpt_neo", "jamba")
 # Their RoPE turns neighbouring dimensions.
 INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium", "cohere", "gptj")
 # Their config.json has no layer_types, as those of checkpoints from before that field.

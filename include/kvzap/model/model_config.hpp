@@ -267,6 +267,11 @@ struct ShortConvolutionConfig {
 /// convolution and SiLU. With the step d = softplus(its projection + dt_bias), limited to
 /// [least_step, largest_step], a head's state S (state_dim, head_dim) becomes S' = exp(-d
 /// exp(A_log)) S + B (d x)^T, and its output is S'^T C + D x. A gate and a norm follow.
+///
+/// Mamba-1 (Gu and Dao, arXiv 2312.00752) differs in this. x alone passes the convolution. B, C and
+/// a latent l (step_rank) are maps of the x of a group. Each channel p has a step of its own, the
+/// softplus of its map of l + dt_bias, and each S_np an A_log. `heads` are runs of channels that
+/// stay on one rank.
 struct StateSpaceConfig {
   /// What follows the recurrence. The norm is an RMS norm of the channels of each group.
   enum class Gating {
@@ -292,17 +297,29 @@ struct StateSpaceConfig {
   /// Factors of the projections z, x, B, C and d, and of the output (Falcon-H1).
   std::array<double, 5> in_multipliers = {1, 1, 1, 1, 1};
   double out_multiplier = 1;
+  /// Of Mamba-1; 0: Mamba-2.
+  std::int64_t step_rank = 0;
+  /// RMS norms of l, B and C, each with weights. Of Mamba-1 (Jamba).
+  bool norms_latents = false;
+  /// The eps of the norm that follows the recurrence; absent: ModelConfig::rms_norm_eps.
+  std::optional<double> norm_eps = std::nullopt;
 
+  bool is_mamba1() const { return step_rank > 0; }
   std::int64_t heads_of_group() const { return heads / groups; }
   /// Returns the channels of all heads.
   std::int64_t inner_size() const { return heads * head_dim; }
-  /// Returns the outputs of the first projection: z, x, B, C and d, in the order of the files.
-  std::int64_t projections() const { return 2 * inner_size() + 2 * groups * state_dim + heads; }
+  /// Returns the outputs of the first projection: z, x, B, C and d, in the order of the files; of
+  /// Mamba-1 x and z.
+  std::int64_t projections() const {
+    return 2 * inner_size() + (is_mamba1() ? 0 : 2 * groups * state_dim + heads);
+  }
+  /// Returns the values l, B and C of a group in Mamba-1.
+  std::int64_t latents() const { return step_rank + 2 * state_dim; }
   /// Returns the values that a head's state has: S, then the convolution's inputs for the last
   /// kernel - 1 tokens, oldest first: those of x, and those of B and C. Heads of a group have the
   /// same B and C, so that every head can move to another rank alone.
   std::int64_t state_values() const {
-    return state_dim * head_dim + (kernel - 1) * (head_dim + 2 * state_dim);
+    return state_dim * head_dim + (kernel - 1) * (head_dim + (is_mamba1() ? 0 : 2 * state_dim));
   }
 };
 
@@ -356,6 +373,9 @@ struct LayerConfig {
 
   bool has_attention() const {
     return mixing == TokenMixing::attention || mixing == TokenMixing::attention_and_state_space;
+  }
+  bool has_state_space() const {
+    return mixing == TokenMixing::state_space || mixing == TokenMixing::attention_and_state_space;
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/exp_nonpositive.hpp"
 #include "base/vec.hpp"
 
 // Within the columns that a call works on, offsets fit an int.
@@ -32,6 +33,47 @@ KVZAP_BODY void convolve_body(const ConvolutionRows& channels) {
   }
 }
 
+/// One row of columns of Mamba-1's state takes up a token.
+KVZAP_BODY void update_cells(float* cells, const float* rates, const float* steps,
+                             const float* inputs, float b, float c, float* sums, int count) {
+  for (int i = 0; i < count; ++i) {
+    cells[i] = base::exp_nonpositive(-rates[i] * steps[i]) * cells[i] + b * inputs[i];
+    sums[i] += c * cells[i];
+  }
+}
+
+KVZAP_BODY void channel_space_body(const float* before, float* after, const StateSpaceRows& rows,
+                                   int first, int count) {
+  constexpr int most = space_columns;
+  const std::int64_t dim = rows.head_dim;
+  for (int n = 0; n < rows.state_dim; ++n) {
+    std::copy_n(before + n * dim + first, count, after + n * dim + first);
+  }
+  for (std::int64_t t = 0; t < rows.tokens; ++t) {
+    const float* const x = rows.x + t * rows.stride + first;
+    const float* const b = rows.b + t * rows.stride;
+    const float* const c = rows.c + t * rows.stride;
+    const float* const steps = rows.steps + t * rows.step_stride + first;
+    float inputs[most] = {}, sums[most] = {};
+    for (int i = 0; i < count; ++i) inputs[i] = steps[i] * x[i];
+    for (int n = 0; n < rows.state_dim; ++n) {
+      float* const cells = after + n * dim + first;
+      const float* const rates = rows.rates + n * dim + first;
+      if (count == most) {  // a number that the compiler knows
+        update_cells(cells, rates, steps, inputs, b[n], c[n], sums, most);
+      } else {
+        update_cells(cells, rates, steps, inputs, b[n], c[n], sums, count);
+      }
+    }
+    float* const out = rows.outputs + t * rows.output_stride + first;
+    for (int i = 0; i < count; ++i) out[i] = sums[i] + rows.skips[first + i] * x[i];
+  }
+}
+
+KVZAP_KERNEL(void, channel_space,
+             (const float* before, float* after, const StateSpaceRows& rows, int first, int count),
+             (before, after, rows, first, count))
+
 }  // namespace
 }  // namespace kvzap::linalg
 
@@ -42,6 +84,7 @@ namespace kvzap::linalg {
 
 void state_space(const float* before, float* after, const StateSpaceRows& rows, int first,
                  int count, float* room) {
+  if (rows.rates != nullptr) return channel_space(before, after, rows, first, count);
   KVZAP_AT_LEVEL(state_space)(before, after, rows, first, count, room);
 }
 

@@ -18,7 +18,11 @@ struct StateSpaceRows {
   const float* decays = nullptr;  // (token), `decay_stride` floats apart
   std::int64_t decay_stride = 0;
   float skip = 0;
-  float* outputs = nullptr;  // (token, head_dim)
+  // Of Mamba-1, else null: each cell and channel by itself. `steps` is (token, head_dim) then, and
+  // decays and skip are unused.
+  const float* rates = nullptr;  // (state_dim, head_dim)
+  const float* skips = nullptr;  // (head_dim)
+  float* outputs = nullptr;      // (token, head_dim)
   std::int64_t output_stride = 0;
   std::int64_t tokens = 0;
   int state_dim = 0, head_dim = 0;
@@ -30,13 +34,13 @@ constexpr int space_columns = 32;
 /// Updates the columns first … first + count - 1 of a head's state S (state_dim, head_dim) with
 /// each token in turn, S' = decay S + b (step x)^T, from `before` to `after`, which may be the
 /// same, and writes these columns of the outputs S'^T c + skip x (StateSpaceConfig has the
-/// formula). count <= space_columns. `room`: state_dim * space_columns floats.
+/// formula, and that of Mamba-1). count <= space_columns. `room`: state_dim * space_columns floats.
 void state_space(const float* before, float* after, const StateSpaceRows& rows, int first,
                  int count, float* room);
 
 /// Does the same with all columns of a head and one token, row by row of the state. A decode step
-/// reads each state from memory once, and parts of rows would come at half the rate. `room`: 2 *
-/// head_dim floats.
+/// reads each state from memory once, and parts of rows would come at half the rate. Not of
+/// Mamba-1. `room`: 2 * head_dim floats.
 void state_space_token(const float* before, float* after, const StateSpaceRows& rows, float* room);
 
 /// Neighbouring channels of a causal convolution, each by itself.

@@ -95,6 +95,7 @@ const Family* const listed[] = {&qwen3,
                                 &falcon_h1,
                                 &olmo_hybrid,
                                 &minimax,
+                                &jamba,
                                 &jais2,
                                 &nanochat,
                                 &bitnet,
@@ -140,7 +141,6 @@ std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {
       {"Qwen4ExpForCausalLM", of_qwen4},
       {"Qwen4ExpForConditionalGeneration", of_qwen4},
-      {"JambaForCausalLM", "layers with state spaces (Mamba)"},
       {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"}};
   for (const auto& [name, parts] : known) {
     if (name == class_name) return parts;

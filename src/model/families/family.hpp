@@ -120,6 +120,12 @@ struct TensorNames {
   // The blocks of state spaces and short convolutions.
   std::string_view state_space = "mamba";
   std::string_view short_convolution = "conv";
+  // Maps of Mamba-1 in its block: the whole names. `by_group`: its tensors have one more dimension,
+  // of groups, and rows of x and z alternate in the first map.
+  std::string_view space_latents = "x_proj.weight";
+  std::string_view space_steps = "dt_proj.weight";
+  std::string_view space_shifts = "dt_proj.bias";
+  bool space_by_group = false;
 };
 
 struct Family {
@@ -276,6 +282,11 @@ struct StateSpaceFields {
 
 /// Reads a state space. Throws Error for sizes out of bounds.
 void read_state_space(ConfigFields& fields, const StateSpaceFields& names, ModelConfig& config);
+
+/// Reads a state space of Mamba-1, whose channels form `groups` groups, a number that
+/// `groups_field` states. Throws Error for sizes out of bounds.
+void read_mamba1(ConfigFields& fields, std::int64_t groups, const char* groups_field,
+                 ModelConfig& config);
 
 /// Returns the kinds of layers that a field lists, by their current names: `older` has pairs of an
 /// older name and a current one. Empty without the field.

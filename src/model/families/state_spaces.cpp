@@ -1,4 +1,4 @@
-// Families with Mamba-2's state spaces: the fields that they share, Bamba and Nemotron-H.
+// Families with state spaces: the fields that they share, Bamba and Nemotron-H.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -213,6 +213,37 @@ void read_state_space(ConfigFields& fields, const StateSpaceFields& names, Model
   check_space(fields, names, space);
   read_step_limits(fields, space);
   fields.get(names.chunk);  // the results do not depend on it
+  config.state_space = space;
+}
+
+void read_mamba1(ConfigFields& fields, std::int64_t groups, const char* groups_field,
+                 ModelConfig& config) {
+  constexpr std::int64_t most = 65536;
+  constexpr const char* rank_field = "mamba_dt_rank";
+  const std::int64_t inner = expanded_size(fields, config);
+  if (inner % groups != 0) {
+    fields.fail(groups_field, fmt::format("a divisor of the {} channels", inner),
+                fmt::format("{}", groups));
+  }
+  StateSpaceConfig space;
+  space.groups = groups;
+  // Channels that move between ranks together: as many as a kernel takes at once, or fewer.
+  for (space.head_dim = 32; inner / groups % space.head_dim != 0;) --space.head_dim;
+  space.heads = inner / space.head_dim;
+  space.state_dim = fields.find_size("mamba_d_state", most).value_or(16);
+  space.kernel = fields.find_size("mamba_d_conv", DeltaNetConfig::max_kernel).value_or(4);
+  const json* const rank = fields.get(rank_field);
+  space.step_rank = rank == nullptr || *rank == "auto" ? (config.hidden_size + 15) / 16
+                                                       : fields.size(rank_field, most);
+  space.has_convolution_bias = fields.flag("mamba_conv_bias", true);
+  space.has_projection_bias = fields.flag("mamba_proj_bias", false);
+  space.gating = StateSpaceConfig::Gating::gate;
+  if (inner > max_size / 4 / space.state_dim || space.step_rank > max_size / inner ||
+      groups > max_size / 4 / space.latents()) {
+    fields.fail("mamba_expand", fmt::format("states of at most {} values in a layer", max_size / 4),
+                fmt::format("{} channels, mamba_d_state {}, {} {}", inner, space.state_dim,
+                            rank_field, space.step_rank));
+  }
   config.state_space = space;
 }
 

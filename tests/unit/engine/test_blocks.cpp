@@ -650,6 +650,79 @@ TEST(StateSpaceBlock, PassesTheProductsOfEachSequence) {
   }
 }
 
+TEST(StateSpaceBlock, DerivesTheStepsOfMamba1) {
+  for (const bool norms : {false, true}) {
+    ModelConfig config = block_config();
+    config.architecture = "JambaForCausalLM";
+    StateSpaceConfig space;
+    space.heads = 6;
+    space.head_dim = 5;
+    space.state_dim = 7;
+    space.kernel = 1;
+    space.gating = StateSpaceConfig::Gating::gate;
+    space.step_rank = 4;
+    space.norms_latents = norms;
+    config.state_space = space;
+    config.layers.resize(1);
+    config.layers[0].mixing = TokenMixing::state_space;
+    OneStep one(config, {6, 3});
+    engine::StateSpaceBlock block;
+    block.reserve(one.step);
+    const Matrix x = input_of(one.step);
+    const auto& weights = one.step.weights(0);
+    Numbers rows = product(on_host(x), weights.mixer_in);  // (token, x and z of 30 channels)
+    const Numbers taps = set(weights.convolution, 30), skips = set(weights.space_skips, 30);
+    Numbers rates = some_numbers(weights.space_rates.size());
+    for (double& rate : rates) rate = std::fabs(rate);
+    fill(Matrix(weights.space_rates.data(), 1, rates.size()), rates);
+    const Numbers norm = norms ? set(weights.latent_norm, 4) : Numbers(18, 1);
+    Numbers inputs(9 * 30);
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      inputs[i] = silu(taps[i % 30] * rows[i / 30 * 60 + i % 30]);
+    }
+    ASSERT_EQ(weights.space_groups.size(), 1u);
+    Numbers latents = product(inputs, weights.space_groups[0].latents);  // (token, 4 + 2 * 7)
+    const std::size_t ends[] = {4, 11, 18};
+    for (std::size_t t = 0; norms && t < 9; ++t) {
+      for (std::size_t first = 0, part = 0; part < 3; first = ends[part++]) {
+        double squares = 0;
+        for (std::size_t i = first; i < ends[part]; ++i)
+          squares += std::pow(latents[t * 18 + i], 2);
+        const double root =
+            std::sqrt(squares / static_cast<double>(ends[part] - first) + config.rms_norm_eps);
+        for (std::size_t i = first; i < ends[part]; ++i) latents[t * 18 + i] *= norm[i] / root;
+      }
+    }
+    Numbers of_steps;
+    for (std::size_t i = 0; i < 9 * 4; ++i) of_steps.push_back(latents[i / 4 * 18 + i % 4]);
+    const Numbers steps = product(of_steps, weights.space_groups[0].steps);
+    Numbers expected(9 * 30);
+    for (const auto& span : one.batch.spans()) {
+      Numbers state(6 * 7 * 5);
+      for (std::int64_t t = span.first; t < span.first + span.count; ++t) {
+        for (std::size_t c = 0; c < 30; ++c) {
+          const std::size_t at = t * 30 + c;
+          const double step = std::log1p(std::exp(steps[at]));  // dt_proj.bias is 0
+          double sum = skips[c] * inputs[at];
+          for (std::size_t n = 0; n < 7; ++n) {
+            const std::size_t cell = (c / 5 * 7 + n) * 5 + c % 5;
+            state[cell] = std::exp(-rates[cell] * step) * state[cell] +
+                          latents[t * 18 + 4 + n] * step * inputs[at];
+            sum += latents[t * 18 + 11 + n] * state[cell];
+          }
+          expected[at] = sum * silu(rows[t * 60 + 30 + c]);
+        }
+      }
+    }
+    for (const engine::RowRange part : {engine::RowRange{0, 4}, engine::RowRange{4, 9}}) {
+      const auto own = engine::range(part.begin, part.end);
+      const Matrix found = block.run(one.step, 0, part, Kokkos::subview(x, own, Kokkos::ALL));
+      one.step.agree_on_failure();
+      expect_near(found, {expected.begin() + part.begin * 30, expected.begin() + part.end * 30});
+    }
+  }
+}
+
 TEST(EmbeddingBlock, TakesTheRowsOfTheTokens) {
   ModelConfig config = block_config();
   config.embedding_multiplier = 3;

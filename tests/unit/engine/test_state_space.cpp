@@ -201,8 +201,10 @@ void expect_equal(const StateSpaceConfig& config, const std::vector<int>& heads,
       linalg::Matrix("outputs", tokens, space.shape.values())};
   const ExecutionSpace exec;
   for (std::int64_t t = 0; t < tokens; t += at_once) {
-    engine::pass_state_space(exec, space.shape, weights, all.part(t, std::min(tokens, t + at_once)),
-                             t == 0 ? state : after, after);
+    const engine::SpaceTokens part = all.part(t, std::min(tokens, t + at_once));
+    const auto& before = t == 0 ? state : after;
+    engine::convolve_inputs(exec, space.shape, weights, part, before, after);
+    engine::update_state(exec, space.shape, weights, part, before, after);
   }
   const linalg::Matrix sums("sums", tokens, config.groups);
   if (config.gating != Gating::norm_before_gate) engine::gate_outputs(exec, space.shape, all);
@@ -268,6 +270,100 @@ void on_all_machines(const Test& test) {
 
 TEST(StateSpace, EqualsTheFormula) { on_all_machines(expect_all_equal); }
 
+/// Mamba-1, one token after the other, as transformers' mamba_selective_state_update.
+Numbers expected_of_mamba1(Space& space, std::int64_t tokens) {
+  const StateSpaceConfig& config = space.shape.config;
+  const std::int64_t dim = config.head_dim, state_dim = config.state_dim;
+  const std::int64_t channels = space.shape.values(), columns = space.shape.columns();
+  Numbers outputs;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const double* const row = space.rows.data() + t * columns;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const std::int64_t head = c / dim, column = c % dim;
+      double* const cells = space.state.data() + head * config.state_values() + column;
+      const double bias = config.has_convolution_bias ? space.bias[c] : 0;
+      const double x = silu(bias + convolved(cells + state_dim * dim, dim, config.kernel, row[c],
+                                             space.convolution.data() + c, channels));
+      const double* const b = row + 2 * channels + 2 * space.group[head] * state_dim;
+      const double step = std::log1p(std::exp(row[space.shape.steps() + c] + space.shifts[c]));
+      double sum = space.skips[c] * x;
+      for (std::int64_t n = 0; n < state_dim; ++n) {
+        double& cell = cells[n * dim];
+        const double rate = space.rates[(head * state_dim + n) * dim + column];
+        cell = std::exp(-rate * step) * cell + b[n] * step * x;
+        sum += b[state_dim + n] * cell;
+      }
+      outputs.push_back(sum * silu(row[channels + c]));
+    }
+  }
+  return outputs;
+}
+
+TEST(StateSpace, OfMamba1EqualsTheFormula) {
+  using Indices = Kokkos::View<int*, MemorySpace>;
+  struct Case {
+    StateSpaceConfig config;
+    std::vector<int> heads;
+    std::int64_t tokens, at_once;
+  };
+  const std::vector<Case> cases = {{sizes(4, 32, 1, 16, 4), {0, 1, 3}, 9, 9},
+                                   {sizes(6, 30, 2, 7, 3), {0, 2, 3, 5}, 11, 4},
+                                   {sizes(2, 70, 2, 5, 2), {0, 1}, 5, 1},
+                                   {sizes(3, 1, 1, 3, 1), {1}, 6, 2}};
+  on_all_machines([&] {
+    for (Case one : cases) {
+      one.config.step_rank = 2;
+      one.config.gating = Gating::gate;
+      Space space = random_space(one.config, one.heads, one.tokens);
+      RandomNumbers numbers;
+      const std::int64_t own = space.shape.heads, channels = space.shape.values();
+      space.rates = numbers(channels * one.config.state_dim, 0.4, 0.5);
+      space.shifts = numbers(channels, 1, -1);
+      space.skips = numbers(channels, 0.5, 1);
+      engine::SpaceWeights weights;
+      weights.convolution = on_device(space.convolution);
+      weights.convolution_bias = on_device(space.bias);
+      weights.rates = on_device(space.rates);
+      weights.shifts = on_device(space.shifts);
+      weights.skips = on_device(space.skips);
+      weights.group = on_device<Indices>(space.group);
+      const auto state = on_device<engine::LayerState>(space.state, own, one.config.state_values());
+      const engine::LayerState after("after", own, one.config.state_values());
+      const engine::SpaceTokens all{
+          on_device<linalg::Matrix>(space.rows, one.tokens, space.shape.columns()),
+          linalg::Matrix("decays", one.tokens, 0), linalg::Matrix("outputs", one.tokens, channels)};
+      const ExecutionSpace exec;
+      for (std::int64_t t = 0; t < one.tokens; t += one.at_once) {
+        const auto part = all.part(t, std::min(one.tokens, t + one.at_once));
+        const auto& before = t == 0 ? state : after;
+        engine::convolve_inputs(exec, space.shape, weights, part, before, after);
+        engine::update_state(exec, space.shape, weights, part, before, after);
+      }
+      engine::gate_outputs(exec, space.shape, all);
+      const Numbers expected = expected_of_mamba1(space, one.tokens);
+      expect_near(all.outputs, expected, "output ");
+      expect_near(after, space.state, "state ");
+    }
+  });
+}
+
+TEST(StateSpace, PlacesTheInputsOfAGroup) {
+  StateSpaceConfig config = sizes(2, 2, 2, 3, 2);
+  config.step_rank = 4;
+  on_all_machines([&] {
+    const engine::StateSpace space{config, 2, 2};
+    const linalg::Matrix rows("rows", 2, space.columns());
+    const Numbers latents = RandomNumbers()(2 * 10, 1);
+    engine::place_inputs(ExecutionSpace{}, space, 1, on_device<linalg::Matrix>(latents, 2, 10),
+                         rows);
+    Numbers expected(2 * space.columns());
+    for (std::int64_t i = 0; i < 12; ++i) {
+      expected[i / 6 * space.columns() + 2 * 4 + 6 + i % 6] = latents[i / 6 * 10 + 4 + i % 6];
+    }
+    expect_near(rows, expected, "column ");
+  });
+}
+
 // A rank's sums of squares are its part of the group's; the group's mean needs those of all.
 TEST(StateSpace, SumsOfGroupsAddUpOverRanks) {
   const StateSpaceConfig config = sizes(6, 5, 3, 4, 2);
@@ -296,8 +392,9 @@ TEST(StateSpace, SumsOfGroupsAddUpOverRanks) {
 TEST(StateSpace, ARankWithoutHeadsHasNothingToDo) {
   const engine::StateSpace none{sizes(6, 5, 3, 4, 2), 0, 0};
   const linalg::Matrix empty("empty", 3, 0);
-  engine::pass_state_space(ExecutionSpace{}, none, {}, {empty, empty, empty}, engine::LayerState(),
-                           engine::LayerState());
+  const engine::LayerState state;
+  engine::convolve_inputs(ExecutionSpace{}, none, {}, {empty, empty, empty}, state, state);
+  engine::update_state(ExecutionSpace{}, none, {}, {empty, empty, empty}, state, state);
 }
 
 TEST(StateSpace, ScalesEachKindOfProjection) {

@@ -164,6 +164,7 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"pack_rotated", "QuantisedRows.ReadersAndWritersAgreeElementByElement"},
     {"delta_rule", "DeltaNet.EqualsTheFormula"},
     {"convolve", "StateSpace.EqualsTheFormula"},
+    {"channel_space", "StateSpace.OfMamba1EqualsTheFormula"},
     {"linalg/host/state_space.inc", "StateSpace.EqualsTheFormula"},
     {"linalg/host/row_kernels.inc", "RowKernels.WidenIsExact"},
     {"linalg/host/row_products.inc", "RowKernels.SkinnyProduct"},

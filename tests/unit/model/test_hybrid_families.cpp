@@ -36,8 +36,8 @@ ModelConfig load(const std::string& class_name, const std::string& extra = "", i
   return ModelConfig::load(folder.path());
 }
 
-/// A letter for each layer: attention, delta net, convolution, state space, both, none; then
-/// whether it has a feed-forward part (f) or experts (e).
+/// A letter for each layer: attention, delta net, convolution, state space, both, none, one into
+/// the other; then whether it has a feed-forward part (f) or experts (e).
 std::string parts_of(const ModelConfig& config) {
   std::string text;
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
@@ -198,6 +198,40 @@ TEST(HybridFamilies, FalconH1) {
              sizes + R"(,"projectors_bias":true,"mamba_proj_bias":true,"ssm_in_multiplier":2)");
       },
       {"ssm_in_multiplier"});
+}
+
+TEST(HybridFamilies, Jamba) {
+  const ModelConfig config = load(
+      "JambaForCausalLM", R"("attn_layer_period":4,"attn_layer_offset":1,"expert_layer_offset":0,)"
+                          R"("num_experts":6,"mamba_d_state":8,"sliding_window":null)");
+  EXPECT_EQ(parts_of(config), "se af se sf ");
+  const StateSpaceConfig& space = *config.state_space;
+  EXPECT_EQ(space.heads, 4);
+  EXPECT_EQ(space.head_dim, 32);
+  EXPECT_EQ(space.step_rank, 4);  // 64 / 16
+  EXPECT_EQ(space.projections(), 2 * 128);
+  EXPECT_EQ(space.state_values(), 8 * 32 + 3 * 32);
+  EXPECT_TRUE(space.norms_latents);
+  EXPECT_FALSE(config.layer(1).has_rope);
+  EXPECT_EQ(config.experts->per_token, 2);
+  EXPECT_FALSE(config.experts->normalises);
+  EXPECT_TRUE(config.warnings.empty());
+  EXPECT_EQ(load("JambaForCausalLM").experts->count, 16);
+  const ModelConfig dense =
+      load("JambaForCausalLM", R"("num_experts":1,"num_experts_per_tok":1,"mamba_dt_rank":9)");
+  EXPECT_EQ(parts_of(dense), "sf sf sf sf ");
+  EXPECT_EQ(dense.state_space->step_rank, 9);
+  expect_error([] { load("JambaForCausalLM", R"("attn_layer_offset":8)"); },
+               {"attn_layer_offset", "below attn_layer_period (8)", "found 8"});
+  expect_error([] { load("JambaForCausalLM", R"("expert_layer_offset":0.5)"); },
+               {"expert_layer_offset", "a whole number"});
+  expect_error([] { load("JambaForCausalLM", R"("mamba_dt_rank":0)"); }, {"mamba_dt_rank"});
+  expect_error([] { load("JambaForCausalLM", R"("mamba_d_conv":17)"); }, {"mamba_d_conv"});
+  expect_error([] { load("JambaForCausalLM", R"("mamba_expand":1024,"mamba_d_state":65536)"); },
+               {"mamba_expand", "mamba_d_state 65536"});
+  expect_error([] { load("JambaForCausalLM", R"("num_experts":6,"num_experts_per_tok":7)"); },
+               {"num_experts_per_tok", "at most num_experts (6)"});
+  expect_error([] { load("JambaForCausalLM", R"("sliding_window":8)"); }, {"sliding_window"});
 }
 
 TEST(HybridFamilies, OlmoHybrid) {

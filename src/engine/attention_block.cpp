@@ -27,7 +27,7 @@ void AttentionBlock::reserve(Step& step) {
     step.reserve(Step::projected, m * qkv_columns(step, l));
     step.reserve(Step::mixed, m * std::max(q_heads * step.head_dim(l), columns(step, l)));
     if (config.gates_attention && step.model.weights().are_here()) {
-      step.reserve(Step::gates, m * columns(step, l));
+      step.reserve(Step::gates, m * step.weights(l).attention_gate.outputs());
     }
     if (config.has_sinks || is_shared(step, l)) {
       base::reserve_scratch(m_log_sums, m * q_heads, "kvzap::decoder::log_sums");
@@ -112,8 +112,7 @@ Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Ma
   const std::int64_t columns = this->columns(step, layer);
   const Matrix attended = step.matrix(Step::mixed, rows.count(), columns);
   if (step.config.gates_attention) {
-    step.locally(
-        [&] { apply_gates(step.exec, step.matrix(Step::gates, rows.count(), columns), attended); });
+    step.locally([&] { gate(step, layer, attended); });
   }
   if (step.config.latent) return m_latent.expand(step, layer, attended);
   if (step.config.has_inner_norms) {
@@ -123,6 +122,16 @@ Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Ma
                 Matrix(m_squares.data(), rows.count(), 2));
   }
   return attended;
+}
+
+void AttentionBlock::gate(const Step& step, int layer, const Matrix& attended) const {
+  const std::int64_t count = step.weights(layer).attention_gate.outputs();
+  const Matrix gates = step.matrix(Step::gates, attended.extent(0), count);
+  if (!step.config.gates_whole_heads) return apply_gates(step.exec, gates, attended);
+  const std::int64_t dim = step.head_dim(layer);
+  const IndexRanges own = step.model.partition().attended(layer, step.model.rank(),
+                                                          step.config.query_group_of(layer), dim);
+  apply_head_gates(step.exec, gates, dim, own.empty() ? 0 : own.front().first % dim, attended);
 }
 
 // q, k, v → norms and RoPE
@@ -138,7 +147,7 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
     if (config.qk_norm != QkNorm::row) clamp_qkv(step.exec, config, computed);
     if (config.gates_attention) {
       step.linear(step.exec, x, step.rounded, weights.attention_gate, weights.attention_gate_bias,
-                  step.matrix(Step::gates, m, columns(step, layer)));
+                  step.matrix(Step::gates, m, weights.attention_gate.outputs()));
     }
   });
   if (is_shared(step, layer)) m_shared->gather_projections(step, layer, computed, qkv);

@@ -53,6 +53,7 @@ class AttentionBlock final : public TokenMixer {
   void reserve_attention(const Step& step);
   AttentionExtents extents(const Step& step, int layer, std::int64_t kv_heads) const;
   void project(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x);
+  void gate(const Step& step, int layer, const linalg::Matrix& attended) const;
   void norm_tokens(Step& step, int layer, const linalg::Matrix& qkv, const linalg::Matrix& sums);
   linalg::Matrix log_sums(const Step& step, int layer, std::int64_t m) const;
 

@@ -190,6 +190,10 @@ class LayerReader {
     }
     const Ranges o_columns = m_partition.attended(layer_index, m_rank, group, dim);
     for (const auto& [begin, end] : o_columns) {
+      if (m_config.gates_whole_heads) {
+        gate_rows.emplace_back(begin / dim, (end + dim - 1) / dim);
+        continue;
+      }
       for (std::int64_t i = begin; m_config.gates_attention && i < end; ++i) {
         append_row(gate_rows, has_own_gates ? i : i / dim * q_rows_of_head + dim + i % dim);
       }
@@ -220,15 +224,15 @@ class LayerReader {
     };
     layer.qkv = linear(qkv("weight"), m_config.hidden_size, m_hidden);
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
-      return {{named(has_own_gates ? m_names.attention_gate : m_names.query, kind), q_extent,
-               gate_rows}};
+      return {{named(has_own_gates ? m_names.attention_gate : m_names.query, kind),
+               m_config.gates_whole_heads ? m_config.num_attention_heads : q_extent, gate_rows}};
     };
     if (m_config.gates_attention) {
       layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
     }
     layer.o = linear({{named(m_names.output), m_config.hidden_size, m_hidden}}, q_size, o_columns);
     if (m_config.qkv_bias) layer.qkv_bias = m_source.vector(qkv("bias"));
-    if (m_config.qkv_bias && m_config.gates_attention) {
+    if (m_config.qkv_bias && m_config.gates_attention && !m_config.gates_whole_heads) {
       layer.attention_gate_bias = m_source.vector(gate("bias"));
     }
     if (m_config.o_bias && m_rank == 0) {

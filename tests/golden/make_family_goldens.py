@@ -1291,6 +1291,25 @@ FAMILIES = {
         mlp_beta_factor=0.9,
         rope_parameters=rope(1000000.0),
     ),
+    "lfm3": family(
+        "lfm3",
+        "rms_norm_eps",
+        hidden_size=80,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        num_hidden_layers=5,
+        layer_types=["conv", "full_attention", "sliding_attention", "conv", "full_attention"],
+        conv_L_cache=5,
+        conv_bias=True,
+        sliding_window=24,
+        norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={
+            WINDOW_KIND: rope(10000.0),
+            FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     # 120 channels in heads of 30.
     "jamba": family(
         "jamba",
@@ -2002,6 +2021,8 @@ def why_not_expected_attention(config):
         return "kvpress expects a map of queries alone"
     if hasattr(config, "kv_lora_rank"):
         return "kvpress expects queries and keys of the same dimensions"
+    if config.model_type == "lfm3":
+        return "kvpress knows one RoPE for all layers"
     if config.model_type.startswith(("gemma4", "gemma3n")):
         return "kvpress scales scores by the root of head_dim"
     if config.model_type == "nemotron_h":

@@ -471,6 +471,8 @@ struct ModelConfig {
   /// The output of attention is multiplied by the sigmoid of gates, which q_proj gives beside the
   /// queries (Qwen3-Next).
   bool gates_attention = false;
+  /// Each query head has one gate (LFM3), not one for each dimension.
+  bool gates_whole_heads = false;
   std::optional<DeltaNetConfig> delta_net;
   std::optional<ShortConvolutionConfig> short_convolution;
   std::optional<StateSpaceConfig> state_space;

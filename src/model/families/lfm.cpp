@@ -1,5 +1,5 @@
-// Liquid AI's LFM2: gated short convolutions in most layers, attention in the others; with experts
-// or without.
+// Liquid AI's LFM2 and LFM3: gated short convolutions in most layers, attention in the others; with
+// experts or without.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -40,16 +40,51 @@ void read_convolved_layers(ConfigFields& fields, ModelConfig& config) {
   }
 }
 
-void read_lfm(ConfigFields& fields, ModelConfig& config) {
-  config.qk_norm = QkNorm::head;
+void read_convolution(ConfigFields& fields, std::int64_t default_kernel, ModelConfig& config) {
   ShortConvolutionConfig convolution;
   constexpr const char* field = "conv_L_cache";
-  convolution.kernel = fields.find_size(field, DeltaNetConfig::max_kernel).value_or(3);
+  convolution.kernel = fields.find_size(field, DeltaNetConfig::max_kernel).value_or(default_kernel);
   if (convolution.kernel == 1) {
     fields.fail(field, "at least 2 tokens: the newest and one before it", "1");
   }
   convolution.has_bias = fields.flag("conv_bias", false);
   config.short_convolution = convolution;
+}
+
+/// Layers are convolutions, have a window, or are full.
+void read_lfm3(ConfigFields& fields, ModelConfig& config) {
+  constexpr const char* field = "layer_types";
+  constexpr std::string_view convolved = "conv", sliding = "sliding_attention";
+  config.qk_norm = QkNorm::head;
+  config.gates_attention = config.gates_whole_heads = fields.flag("use_attention_gate", true);
+  config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
+  fields.require("use_sandwich_norm", true);
+  read_convolution(fields, 7, config);
+  const std::vector<std::string> kinds = read_layer_kinds(fields, field, {});
+  const std::int64_t window = sliding_window_or(fields, 256);
+  if (!kinds.empty() && kinds.size() != config.layers.size()) {
+    fields.fail(field, fmt::format("an array of {} names", config.layers.size()),
+                fmt::format("{}", kinds.size()));
+  }
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    std::string_view kind = l % 4 == 2 ? "full_attention" : convolved;
+    if (l % 4 == 0 && l > 0) kind = sliding;
+    if (!kinds.empty()) kind = kinds[l];
+    if (kind == convolved) {
+      config.layers[l].mixing = TokenMixing::short_convolution;
+    } else if (kind == sliding) {
+      if (window == 0) fields.fail("sliding_window", "a number, as layers slide", "none");
+      config.layers[l].window = window;
+    } else if (kind != "full_attention") {
+      fields.fail(field, R"("conv", "sliding_attention" or "full_attention")",
+                  files::in_quotes(std::string(kind)));
+    }
+  }
+}
+
+void read_lfm(ConfigFields& fields, ModelConfig& config) {
+  config.qk_norm = QkNorm::head;
+  read_convolution(fields, 3, config);
   read_convolved_layers(fields, config);
   // Of other programs; the classes of transformers do not read them.
   for (const char* other :
@@ -104,6 +139,25 @@ Family lfm_family() {
 }
 
 }  // namespace
+
+const Family lfm3 = [] {
+  Family family = lfm_family();
+  family.class_name = "Lfm3ForCausalLM";
+  family.model_type = "lfm3";
+  family.default_key_value_heads = 4;
+  family.default_head_dim = 128;
+  family.rope.default_window_theta = 10000;
+  family.rope.default_turning_part = 0.5;
+  family.rename = nullptr;
+  family.read = read_lfm3;
+  family.tensors.attention_out = "post_operator_norm";
+  family.tensors.feed_forward_out = "post_ffn_norm";
+  family.tensors.output = "self_attn.o_proj";
+  family.tensors.q_norm = "self_attn.q_norm";
+  family.tensors.k_norm = "self_attn.k_norm";
+  family.tensors.attention_gate = "self_attn.gate_proj";
+  return family;
+}();
 
 const Family lfm2 = [] {
   Family family = lfm_family();

@@ -234,6 +234,35 @@ TEST(HybridFamilies, Jamba) {
   expect_error([] { load("JambaForCausalLM", R"("sliding_window":8)"); }, {"sliding_window"});
 }
 
+TEST(HybridFamilies, Lfm3) {
+  EXPECT_EQ(parts_of(load("Lfm3ForCausalLM")), "cf cf af cf ");
+  const ModelConfig config = load(
+      "Lfm3ForCausalLM",
+      R"("layer_types":["conv","full_attention","conv","sliding_attention"],"sliding_window":32)");
+  EXPECT_EQ(parts_of(config), "cf af cf af ");
+  EXPECT_EQ(config.layer(1).window, 0);
+  EXPECT_EQ(config.layer(3).window, 32);
+  EXPECT_EQ(config.head_dim, 128);
+  EXPECT_EQ(config.turning_part, 0.5);
+  EXPECT_EQ(config.rope_theta, 1e6);
+  EXPECT_EQ(*config.window_rope_theta, 1e4);
+  EXPECT_EQ(config.short_convolution->kernel, 7);
+  EXPECT_TRUE(config.gates_whole_heads);
+  EXPECT_FALSE(load("Lfm3ForCausalLM", R"("use_attention_gate":false)").gates_attention);
+  expect_error([] { load("Lfm3ForCausalLM", R"("use_sandwich_norm":false)"); },
+               {"use_sandwich_norm"});
+  expect_error([] { load("Lfm3ForCausalLM", R"("layer_types":["conv"])"); },
+               {"layer_types", "4 names"});
+  expect_error([] { load("Lfm3ForCausalLM", R"("layer_types":["conv","conv","conv","mamba"])"); },
+               {"layer_types", "'mamba'"});
+  expect_error(
+      [] {
+        load("Lfm3ForCausalLM",
+             R"("layer_types":["conv","sliding_attention","conv","conv"],"sliding_window":null)");
+      },
+      {"sliding_window"});
+}
+
 TEST(HybridFamilies, OlmoHybrid) {
   const ModelConfig config = load("OlmoHybridForCausalLM");
   EXPECT_EQ(parts_of(config), "df df df af ");

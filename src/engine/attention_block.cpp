@@ -25,6 +25,7 @@ void AttentionBlock::reserve(Step& step) {
     const std::int64_t own = step.kv_heads(l), q_heads = step.query_heads(l);
     most_values = std::max(most_values, own * step.head_dim(l));
     step.reserve(Step::projected, m * qkv_columns(step, l));
+    if (config.shared_blocks) m_adapters.reserve(step, step.weights(l).qkv_adapter);
     step.reserve(Step::mixed, m * std::max(q_heads * step.head_dim(l), columns(step, l)));
     if (config.gates_attention && step.model.weights().are_here()) {
       step.reserve(Step::gates, m * step.weights(l).attention_gate.outputs());
@@ -65,6 +66,7 @@ void AttentionBlock::release() {
   m_angles.release();
   m_spans.release();
   m_latent.release();
+  m_adapters.release();
   m_squares = m_log_sums = {};
 }
 
@@ -107,7 +109,8 @@ Matrix AttentionBlock::room_for_qkv(const Step& step, int layer, const RowRange&
 
 Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Matrix& x) {
   project(step, layer, rows, x);
-  if (step.read_rows(layer, rows).count() == 0 && !m_policies.see(step, layer)) return {};
+  const bool is_read = step.read_rows(layer, rows).count() > 0 || step.feeds_state(layer);
+  if (!is_read && !m_policies.see(step, layer)) return {};
   attend(step, layer, rows, {x, room_for_qkv(step, layer, rows), step.weights(layer).sinks});
   const std::int64_t columns = this->columns(step, layer);
   const Matrix attended = step.matrix(Step::mixed, rows.count(), columns);
@@ -144,6 +147,7 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
   step.locally([&] {
     if (config.latent) return m_latent.project(step, layer, x, computed);
     step.linear(step.exec, x, step.rounded, weights.qkv, weights.qkv_bias, computed);
+    m_adapters.add(step, weights.qkv_adapter, x, step.rounded, computed);
     if (config.qk_norm != QkNorm::row) clamp_qkv(step.exec, config, computed);
     if (config.gates_attention) {
       step.linear(step.exec, x, step.rounded, weights.attention_gate, weights.attention_gate_bias,

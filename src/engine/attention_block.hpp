@@ -1,6 +1,7 @@
 // Attention over the ragged cache as a layer's token mixer.
 #pragma once
 
+#include "engine/adapters.hpp"
 #include "engine/attention_spans.hpp"
 #include "engine/latent_maps.hpp"
 #include "engine/mixers.hpp"
@@ -30,7 +31,7 @@ class AttentionBlock final : public TokenMixer {
 
   /// The input of `attend`.
   struct Input {
-    linalg::Matrix x;  // (row, hidden_size): the norm of the layer's input, for policies
+    linalg::Matrix x;  // (row, attention_inputs): the norm of the layer's input, for policies
     // (row, (query heads + KV heads * row_vectors) * dim, or less); only queries are read
     linalg::Matrix qkv;
     linalg::ConstVector sinks;  // (query head): logits, or empty
@@ -63,6 +64,7 @@ class AttentionBlock final : public TokenMixer {
   AttentionSpans m_spans;
   SpanAttention m_attention;
   LatentMaps m_latent;        // if the model has latent attention
+  Adapters m_adapters;        // of layers with shared weights
   linalg::Vector m_squares;   // sums for norms of whole rows of queries and keys
   linalg::Vector m_log_sums;  // of attention, if the model has sinks or ranks share a head
 };

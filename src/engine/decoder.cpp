@@ -67,6 +67,7 @@ Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, i
   if (config.experts && config.experts->have_dense_part()) add_once(&m_experts);
   if (config.layer_inputs)
     add_once((m_inputs = std::make_unique<engine::LayerInputsBlock>()).get());
+  if (config.shared_blocks) add_once((m_joined = std::make_unique<engine::JoinedInputs>()).get());
   if (config.alt_up) add_once((m_alt_up = std::make_unique<engine::AltUpBlock>()).get());
 }
 
@@ -86,6 +87,7 @@ auto Decoder::blocks_of(const LayerConfig& layer) -> LayerBlocks {
       blocks.tokens = &m_state_space;
       break;
     case TokenMixing::attention_and_state_space:
+    case TokenMixing::attention_into_state_space:
       blocks.beside = &m_state_space;
       break;
     case TokenMixing::none:
@@ -121,6 +123,7 @@ std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCall
     for (engine::LayerBlock* const of_layers : m_blocks) of_layers->begin(m_step);
     m_embedding.run(m_step);
     if (m_inputs) m_step.locally([&] { m_inputs->take_embedding(m_step); });
+    if (m_joined) m_step.locally([&] { m_joined->take_embedding(m_step); });
     if (m_alt_up) m_step.locally([&] { m_alt_up->make_streams(m_step); });
     for (int l = 0; l < layers; ++l) {
       if (m_policies.see(m_step, l)) show_layer(l);

@@ -21,6 +21,7 @@
 #include "engine/embedding_block.hpp"
 #include "engine/experts_block.hpp"
 #include "engine/feed_forward_block.hpp"
+#include "engine/joined_inputs.hpp"
 #include "engine/layer_inputs_block.hpp"
 #include "engine/output_block.hpp"
 #include "engine/page_placement.hpp"
@@ -111,7 +112,8 @@ class Decoder {
   struct LayerBlocks {
     engine::TokenMixer* tokens;
     engine::ChannelMixer* channels;
-    engine::TokenMixer* beside = nullptr;  // adds its output to that of `tokens`
+    // Adds its output to that of `tokens`, or reads this (ModelConfig::shared_blocks).
+    engine::TokenMixer* beside = nullptr;
   };
 
   LayerBlocks blocks_of(const LayerConfig& layer);
@@ -130,6 +132,8 @@ class Decoder {
   void or_cancel(const Work& work);
 
   void pass_layer(int layer, const engine::RowRange& rows);
+  void pass_shared_layer(int layer, const engine::RowRange& rows);
+  linalg::Matrix join_input(int layer, const engine::RowRange& rows);
   void leave_layer(int layer, const engine::RowRange& rows, const linalg::Matrix& y);
   void enter_layer(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void mix_tokens(int layer, const engine::RowRange& rows, const linalg::Matrix& x,
@@ -172,6 +176,7 @@ class Decoder {
   engine::ExpertsBlock m_experts;
   std::unique_ptr<engine::LayerInputsBlock> m_inputs;  // null: the model has no such inputs
   std::unique_ptr<engine::AltUpBlock> m_alt_up;        // null: the model has one residual stream
+  std::unique_ptr<engine::JoinedInputs> m_joined;      // null: the model has no shared blocks
   engine::OutputBlock m_output;
   std::vector<LayerBlocks> m_layers;
   // (layer): those that end after it, itself or an earlier one whose rows it is the last to read.

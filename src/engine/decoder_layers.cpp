@@ -15,6 +15,7 @@ using linalg::Matrix;
 void Decoder::pass_layer(int layer, const RowRange& rows) {
   const ModelConfig& config = m_model.config();
   const LayerBlocks& blocks = m_layers[layer];
+  if (m_step.feeds_state(layer)) return pass_shared_layer(layer, rows);
   if (m_alt_up) m_step.locally([&] { m_alt_up->predict(m_step, layer, rows); });
   const RowRange read = m_step.read_rows(layer, rows);
   const auto within = range(read.begin - rows.begin, read.end - rows.begin);
@@ -44,6 +45,68 @@ void Decoder::pass_layer(int layer, const RowRange& rows) {
   Matrix y = blocks.channels != nullptr ? own : of_tokens;
   if (blocks.channels != nullptr) mix_channels(layer, read, of_tokens, y);
   leave_layer(layer, read, y);
+}
+
+// A layer with a shared block (SharedBlocksConfig). Neither attention nor the feed-forward part has
+// a residual connection.
+void Decoder::pass_shared_layer(int layer, const RowRange& rows) {
+  const ModelConfig& config = m_model.config();
+  const LayerBlocks& blocks = m_layers[layer];
+  const auto& weights = m_step.weights(layer);
+  const std::int64_t m = rows.count(), hidden = config.hidden_size;
+  const Matrix x = join_input(layer, rows);
+  show_input(layer, rows, x);
+  const Matrix attended = blocks.tokens->run(m_step, layer, rows, x);
+  const Matrix y(m_parallel.data(), m, hidden);
+  const Matrix z = m_step.matrix(engine::Step::normed, m, hidden);
+  const auto norm = [&](const Model::Weights::Norm& norm) {
+    m_step.rounded = m_step.linear.room_for_rounded(m_model.dtype(), m, hidden);
+    engine::add_and_norm(m_step.exec, y, Matrix(), norm_of(config, norm), z, m_step.rounded);
+  };
+  m_step.locally([&] { m_step.linear(m_step.exec, attended, weights.o, weights.o_bias, y); });
+  m_step.exchange.sum(m_step.exec, m_comm, y);
+  m_step.locally([&] { norm(weights.feed_forward_in); });
+  const Matrix of_channels = blocks.channels->run(m_step, layer, z);
+  m_step.exchange.sum(m_step.exec, m_comm, of_channels);
+  const auto [first, end] = even_range(hidden, m_comm.size(), m_comm.rank());
+  const Matrix own = Kokkos::subview(of_channels, Kokkos::ALL, range(first, end));
+  m_step.locally([&] { m_step.linear(m_step.exec, own, weights.block_out, {}, y); });
+  m_step.exchange.sum(m_step.exec, m_comm, y);
+  m_step.locally([&] {
+    engine::add(m_step.exec, y,
+                Kokkos::subview(m_step.h, range(rows.begin, rows.end), Kokkos::ALL));
+    norm(weights.space_in);
+  });
+  const Matrix mixed = blocks.beside->run(m_step, layer, rows, z);
+  const RowRange read = m_step.read_rows(layer, rows);
+  if (read.count() == 0) return;
+  const auto within = range(read.begin - rows.begin, read.end - rows.begin);
+  const Matrix output = Kokkos::subview(z, within, Kokkos::ALL);
+  m_step.locally([&] {
+    m_step.linear(m_step.exec, Kokkos::subview(mixed, within, Kokkos::ALL), weights.space_out,
+                  weights.space_out_bias, output);
+  });
+  m_step.exchange.sum(m_step.exec, m_comm, output);
+  leave_layer(layer, read, output);
+}
+
+// The normed input of attention in such a layer, for which nothing is pending any more.
+Matrix Decoder::join_input(int layer, const RowRange& rows) {
+  const ModelConfig& config = m_model.config();
+  const std::int64_t inputs = config.attention_inputs();
+  const Matrix x = m_step.matrix(engine::Step::normed, rows.count(), inputs);
+  m_step.locally([&] {
+    if (m_step.pending.extent(0) > 0) {
+      engine::add(m_step.exec, Kokkos::subview(m_step.h, range(rows.begin, rows.end), Kokkos::ALL),
+                  m_step.pending);
+    }
+    m_joined->join(m_step, rows, x);
+    m_step.rounded = m_step.linear.room_for_rounded(m_model.dtype(), rows.count(), inputs);
+    engine::add_and_norm(m_step.exec, x, Matrix(),
+                         norm_of(config, m_step.weights(layer).attention_in), x, m_step.rounded);
+  });
+  m_step.pending = Matrix();
+  return x;
 }
 
 // Adds the output of a layer's channel mixer to the residual stream, and what follows it.

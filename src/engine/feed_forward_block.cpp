@@ -14,7 +14,10 @@ std::int64_t width_of(const Step& step, const FeedForwardBlock::Weights& weights
 }  // namespace
 
 void FeedForwardBlock::reserve(Step& step) {
-  for (const auto& layer : step.model.weights().layers) reserve(step, layer.dense);
+  for (const auto& layer : step.model.weights().layers) {
+    reserve(step, layer.dense);
+    if (step.config.shared_blocks) m_adapters.reserve(step, layer.gate_up_adapter);
+  }
   const auto& layers = step.config.layers;
   if (std::any_of(layers.begin(), layers.end(), [](const auto& l) { return !!l.gate_cutoff; })) {
     base::reserve_scratch(m_moments, 2 * step.most_rows(), "kvzap::decoder::moments");
@@ -31,7 +34,11 @@ void FeedForwardBlock::reserve(Step& step, const Weights& weights) {
 linalg::Matrix FeedForwardBlock::run(Step& step, int layer, const linalg::Matrix& x) {
   const Weights& weights = step.weights(layer).dense;
   const auto m = static_cast<std::int64_t>(x.extent(0));
-  step.locally([&] { enter(step, weights, x, step.rounded); });
+  step.locally([&] {
+    enter(step, weights, x, step.rounded);
+    m_adapters.add(step, step.weights(layer).gate_up_adapter, x, step.rounded,
+                   step.matrix(Step::gates, m, weights.gate_up.outputs()));
+  });
   if (const auto cutoff = step.config.layer(layer).gate_cutoff) {
     cut_gates(step, layer, static_cast<float>(*cutoff), m);
   }

@@ -1,6 +1,7 @@
 // The dense feed-forward part of a layer.
 #pragma once
 
+#include "engine/adapters.hpp"
 #include "engine/mixers.hpp"
 
 namespace kvzap::engine {
@@ -12,6 +13,7 @@ class FeedForwardBlock final : public ChannelMixer {
 
   void reserve(Step& step) override;
   linalg::Matrix run(Step& step, int layer, const linalg::Matrix& x) override;
+  void release() override { m_adapters.release(); }
 
   /// Does the same with these weights. `rounded`: x rounded, or empty. y (row, hidden_size) may be
   /// x.
@@ -31,6 +33,7 @@ class FeedForwardBlock final : public ChannelMixer {
 
   linalg::Vector m_moments;  // means, then variances, of the gates of rows that are cut
   linalg::Vector m_squares;  // sums for the norm of the inputs of down
+  Adapters m_adapters;       // of layers with shared weights
 };
 
 }  // namespace kvzap::engine

@@ -71,7 +71,7 @@ void Step::reserve() {
   base::reserve_scratch(m_residual, streamed, "kvzap::decoder::activations");
   h = linalg::Matrix(m_residual.data(), streamed > 0 ? tokens() : 0, config.hidden_size);
   pending = linalg::Matrix();
-  reserve(normed, most_rows() * config.hidden_size);
+  reserve(normed, most_rows() * config.attention_inputs());
   base::reserve_scratch(positions, tokens(), "kvzap::decoder::positions");
   for (std::size_t p = 0; p < m_new_rows.size(); ++p) {
     std::int64_t values = 0, heads = 0;

@@ -90,6 +90,11 @@ class Step {
   RowRange passing_rows(int layer, const RowRange& rows) const {
     return layer == 0 ? rows : read_rows(layer - 1, rows);
   }
+  /// Returns whether attention is a part of the input of the layer's state space, which needs that
+  /// of all rows.
+  bool feeds_state(int layer) const {
+    return config.layer(layer).mixing == TokenMixing::attention_into_state_space;
+  }
   const Model::Weights::Layer& weights(int layer) const { return model.weights().layers[layer]; }
   bool is_pruned(int layer) const { return cache.shape().has_pages(layer); }
   /// Returns the layer whose rows a layer reads, and whether it is another one.

@@ -38,6 +38,7 @@ std::pair<std::int64_t, std::int64_t> state_of(const ModelConfig& config,
       return {config.hidden_size, config.short_convolution->state_values()};
     case TokenMixing::state_space:
     case TokenMixing::attention_and_state_space:
+    case TokenMixing::attention_into_state_space:
       return {config.state_space->heads, config.state_space->state_values()};
   }
   return {0, 0};

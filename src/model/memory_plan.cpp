@@ -53,13 +53,14 @@ LayerConfig kind_of(LayerConfig layer) {
   layer.keeps_window = false;
   layer.gate_cutoff.reset();
   if (layer.rows_of > 0) layer.rows_of = 0;
+  if (layer.weights_of > 0) layer.weights_of = 0;
   return layer;
 }
 
 bool is_same_kind(const LayerConfig& a, const LayerConfig& b) {
   const auto fields = [](const LayerConfig& l) {
     return std::tuple(l.has_experts, l.has_feed_forward, l.mixing, l.rows_of, l.intermediate_size,
-                      l.head_dim, l.kv_heads_factor, l.values_are_keys);
+                      l.head_dim, l.kv_heads_factor, l.values_are_keys, l.weights_of);
   };
   return fields(a) == fields(b);
 }
@@ -188,9 +189,9 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
     bytes.dense_layer =
         product({step, sum({dense_row, kept_for_later(config, shape, value_bytes)})});
     // Residual streams, the embedding that layers read, experts' output for the next layer, angles.
-    const std::int64_t streams =
-        sum({1, config.layer_inputs ? 1 : 0, config.experts && config.experts->joins_next ? 1 : 0,
-             config.alt_up ? config.alt_up->streams : std::int64_t{0}});
+    const std::int64_t streams = sum({1, config.layer_inputs || config.shared_blocks ? 1 : 0,
+                                      config.experts && config.experts->joins_next ? 1 : 0,
+                                      config.alt_up ? config.alt_up->streams : std::int64_t{0}});
     bytes.activations =
         product({step, sum({product({streams, config.hidden_size}), config.head_dim}),
                  static_cast<std::int64_t>(size_of(DType::f32))});

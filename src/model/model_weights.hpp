@@ -52,6 +52,13 @@ struct Model::Weights {
     Linear steps;             // (channels, step_rank)
   };
 
+  /// Maps of low rank that a layer adds to those of a shared block (SharedBlocksConfig). Several
+  /// parts have their latents one after the other.
+  struct Adapter {
+    Linear in;                // (parts * rank, inputs), on every rank; or empty
+    std::vector<Linear> out;  // (part): (outputs, rank)
+  };
+
   /// A norm of the residual stream, or none.
   struct Norm {
     Vector weight;  // (hidden), or empty
@@ -134,7 +141,12 @@ struct Model::Weights {
     Indices space_numbers;  // (group): its number among those of all ranks
     std::vector<SpaceGroup> space_groups;  // of Mamba-1
     Vector latent_norm;                    // (latents) of Mamba-1: of l, B and C; or empty
-    FeedForward dense;                     // or the shared expert; empty if there is none
+    // Of layers with a shared block: the norm of the state space's input, this layer's maps beside
+    // the block's, and the map of the block's output: this rank's columns of (hidden, hidden).
+    Norm space_in;
+    Adapter qkv_adapter, gate_up_adapter;
+    Linear block_out;
+    FeedForward dense;  // or the shared expert; empty if there is none
     // Of layers with experts. Each rank has a part of each expert, and the whole router.
     std::vector<FeedForward> experts;
     Linear router;       // (experts, hidden)

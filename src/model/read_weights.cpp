@@ -63,10 +63,12 @@ class LayerReader {
         m_hidden({{0, config.hidden_size}}),
         m_streams(source, config, partition.n_ranks(), rank) {}
 
-  Layer read(std::int64_t index) {
-    m_prefix = fmt::format("{}{}.", m_names.layers, index);
+  /// `before`: the layers before it, the weights of which it may share.
+  Layer read(std::int64_t index, const std::vector<Layer>& before) {
+    m_prefix = prefix_of(index);
     const LayerConfig own = m_config.layer(index);
     m_order = rotation_order(m_config, m_config.head_dim_of(index));
+    if (own.mixing == TokenMixing::attention_into_state_space) return read_shared(index, before);
     Layer layer;
     const bool has_two_norms = m_config.is_parallel && !m_config.shares_norm;
     const auto either = [&](std::string_view of_two, std::string_view otherwise) {
@@ -104,16 +106,119 @@ class LayerReader {
 
   /// The norm `name` of the residual stream, or none if that is empty.
   Model::Weights::Norm norm(std::string_view name) const {
+    return norm(name, m_config.hidden_size);
+  }
+  Model::Weights::Norm norm(std::string_view name, std::int64_t size) const {
     if (name.empty()) return {};
-    const std::int64_t hidden = m_config.hidden_size;
+    const Ranges all = {{0, size}};
     Model::Weights::Norm norm;
-    norm.weight = m_names.norms_have_weights ? norm_weights({{named(name), hidden, m_hidden}})
-                                             : m_source.ones(hidden);
-    if (m_config.norm_bias) norm.bias = m_source.vector({{named(name, "bias"), hidden, m_hidden}});
+    norm.weight =
+        m_names.norms_have_weights ? norm_weights({{named(name), size, all}}) : m_source.ones(size);
+    if (m_config.norm_bias) norm.bias = m_source.vector({{named(name, "bias"), size, all}});
     return norm;
   }
 
  private:
+  std::string prefix_of(std::int64_t index) const {
+    return fmt::format("{}{}.", m_names.layers, index);
+  }
+
+  /// A layer with a shared block, whose weights are those of its first layer.
+  Layer read_shared(std::int64_t index, const std::vector<Layer>& before) {
+    const LayerConfig own = m_config.layer(index);
+    const std::int64_t owner = own.weights_of < 0 ? index : own.weights_of;
+    const std::string prefix = m_prefix, in_state = prefix + std::string(m_names.state_part) + ".";
+    Layer layer;
+    m_prefix = fmt::format("{}{}.", prefix_of(owner), m_names.shared_block);
+    if (owner == index) {
+      layer.attention_in = norm(m_names.attention_in, m_config.attention_inputs());
+      layer.feed_forward_in = norm(m_names.feed_forward_in);
+      read_attention(index, layer);
+      layer.dense = feed_forward(m_names.feed_forward, m_config.intermediate_size,
+                                 m_config.mlp_bias, m_names.gate_up);
+    } else {
+      const Layer& block = before.at(static_cast<std::size_t>(owner));
+      layer.attention_in = block.attention_in;
+      layer.feed_forward_in = block.feed_forward_in;
+      layer.dense = block.dense;
+      const auto number = static_cast<int>(index), first = static_cast<int>(owner);
+      if (m_partition.heads(number, m_rank) == m_partition.heads(first, m_rank)) {
+        layer.qkv = block.qkv;
+        layer.o = block.o;
+      } else {
+        read_attention(index, layer);  // a partition by rows may deal each layer's heads otherwise
+      }
+    }
+    read_adapters(index, layer);
+    StateReader(m_source, m_config, m_partition, m_rank, in_state).read_state_space(index, layer);
+    m_prefix = in_state;
+    layer.space_in = norm(m_names.attention_in);
+    m_prefix = prefix;
+    const std::int64_t hidden = m_config.hidden_size;
+    layer.block_out =
+        m_source.linear({{named(m_names.block_out), hidden, m_hidden}}, hidden, own_part(hidden));
+    return layer;
+  }
+
+  void read_adapters(std::int64_t index, Layer& layer) const {
+    std::int64_t number = 0;
+    for (std::int64_t l = 0; l < index; ++l) {
+      number += m_config.layer(l).mixing == TokenMixing::attention_into_state_space ? 1 : 0;
+    }
+    const SharedBlocksConfig& blocks = *m_config.shared_blocks;
+    const auto named_in = [&](std::string_view name, int part) {
+      return named(fmt::format(fmt::runtime(name), number), part == 0 ? "0.weight" : "1.weight");
+    };
+    if (const std::int64_t rank = blocks.attention_rank; rank > 0) {
+      const std::int64_t dim = m_config.head_dim, inputs = m_config.attention_inputs();
+      const std::int64_t q_size = m_config.num_attention_heads * dim;
+      const std::int64_t kv_size = m_config.num_key_value_heads * dim;
+      const std::array<Ranges, 3> rows = qkv_rows(static_cast<int>(index), dim, dim);
+      std::vector<TensorRows> in;
+      for (std::size_t kind = 0; kind < rows.size(); ++kind) {
+        in.push_back({named_in(m_names.qkv_adapters[kind], 0), rank, {{0, rank}}});
+        layer.qkv_adapter.out.push_back(m_source.linear(
+            {{named_in(m_names.qkv_adapters[kind], 1), kind == 0 ? q_size : kv_size, rows[kind]}},
+            rank, {{0, rank}}));
+      }
+      layer.qkv_adapter.in = m_source.linear(in, inputs, {{0, inputs}});
+    }
+    if (const std::int64_t rank = blocks.feed_forward_rank; rank > 0) {
+      const std::int64_t width = m_config.intermediate_size;
+      Ranges rows = own_part(width);
+      append_shifted(rows, own_part(width), width);
+      layer.gate_up_adapter.in =
+          m_source.linear({{named_in(m_names.gate_up_adapter, 0), rank, {{0, rank}}}},
+                          m_config.hidden_size, m_hidden);
+      layer.gate_up_adapter.out = {m_source.linear(
+          {{named_in(m_names.gate_up_adapter, 1), 2 * width, rows}}, rank, {{0, rank}})};
+    }
+  }
+
+  /// This rank's rows of q, k and v. Queries and keys are in the engine's order of dimensions,
+  /// values in the file's. A head's query is followed by others up to q_rows_of_head.
+  std::array<Ranges, 3> qkv_rows(int index, std::int64_t q_rows_of_head,
+                                 std::int64_t kv_dim) const {
+    const std::int64_t dim = m_config.head_dim_of(index);
+    const std::int64_t q_size = m_config.num_attention_heads * dim;
+    const std::int64_t kv_size = m_config.num_key_value_heads * kv_dim;
+    std::array<Ranges, 3> rows;
+    for (const auto& [begin, end] :
+         m_partition.projected(index, m_rank, m_config.query_group(), dim, kv_dim)) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        const std::int64_t turned = m_order[static_cast<std::size_t>(i % dim)];
+        if (i < q_size) {
+          append_row(rows[0], i / dim * q_rows_of_head + turned);
+        } else if (i < q_size + kv_size) {
+          append_row(rows[1], (i - q_size) / dim * dim + turned);
+        } else {
+          append_row(rows[2], i - q_size - kv_size);
+        }
+      }
+    }
+    return rows;
+  }
+
   std::string named(std::string_view name, std::string_view kind = "weight") const {
     return fmt::format("{}{}.{}", m_prefix, name, kind);
   }
@@ -150,6 +255,7 @@ class LayerReader {
         std::swap(layer.o_bias, layer.space_out_bias);
         return;
       case TokenMixing::attention_and_state_space:
+      case TokenMixing::attention_into_state_space:
         read_attention(index, layer);
         return states.read_state_space(index, layer);
       case TokenMixing::none:
@@ -170,24 +276,11 @@ class LayerReader {
     const bool has_own_gates = !m_names.attention_gate.empty();
     const std::int64_t q_rows_of_head = m_config.gates_attention && !has_own_gates ? 2 * dim : dim;
     const std::int64_t q_extent = m_config.num_attention_heads * q_rows_of_head;
-    // Queries and keys in the engine's order of dimensions; values, and the columns of o, in the
-    // file's.
-    Ranges q_rows, k_rows, v_rows, gate_rows, q_heads;
+    Ranges gate_rows, q_heads;
     const auto layer_index = static_cast<int>(index);
     check_partition(layer_index);
-    for (const auto& [begin, end] :
-         m_partition.projected(layer_index, m_rank, group, dim, kv_dim)) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        const std::int64_t turned = m_order[static_cast<std::size_t>(i % dim)];
-        if (i < q_size) {
-          append_row(q_rows, i / dim * q_rows_of_head + turned);
-        } else if (i < q_size + kv_size) {
-          append_row(k_rows, (i - q_size) / dim * dim + turned);
-        } else {
-          append_row(v_rows, i - q_size - kv_size);
-        }
-      }
-    }
+    const std::array<Ranges, 3> own_rows = qkv_rows(layer_index, q_rows_of_head, kv_dim);
+    const Ranges &q_rows = own_rows[0], &k_rows = own_rows[1], &v_rows = own_rows[2];
     const Ranges o_columns = m_partition.attended(layer_index, m_rank, group, dim);
     for (const auto& [begin, end] : o_columns) {
       if (m_config.gates_whole_heads) {
@@ -222,7 +315,8 @@ class LayerReader {
       }
       return {{named(m_names.qkv, kind), q_size + 2 * kv_size, rows}};
     };
-    layer.qkv = linear(qkv("weight"), m_config.hidden_size, m_hidden);
+    const std::int64_t inputs = m_config.attention_inputs();
+    layer.qkv = linear(qkv("weight"), inputs, {{0, inputs}});
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
       return {{named(has_own_gates ? m_names.attention_gate : m_names.query, kind),
                m_config.gates_whole_heads ? m_config.num_attention_heads : q_extent, gate_rows}};
@@ -527,7 +621,7 @@ std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const M
   weights->final_norm = reader.norm(names.final_norm);
   report(1);
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    weights->layers.push_back(reader.read(l));
+    weights->layers.push_back(reader.read(l, weights->layers));
     report(l + 2);
   }
   return weights;

@@ -129,7 +129,7 @@ GateShape shape_of(const SafetensorsFolder& files, const std::string& path,
                     path, found, what, field, wanted));
   };
   refuse("KV heads", shape.heads, "num_key_value_heads", model.num_key_value_heads);
-  refuse("inputs", inputs, "hidden_size", model.hidden_size);
+  refuse("inputs", inputs, "hidden_size", model.attention_inputs());
   std::int64_t layers = 0;
   while (files.find(fmt::format("{}.q_proj.weight", layers))) ++layers;
   refuse("layers", layers, "num_hidden_layers", model.num_hidden_layers);
@@ -144,7 +144,7 @@ class Gates {
     const SafetensorsFolder& files = store.files();
     const model::WeightSource source(store, setup.dtype, WeightStorage::unpacked);
     const std::int64_t dim = m_shape.dim, group = m_shape.group;
-    const model::Ranges inputs = {{0, setup.config.hidden_size}};
+    const model::Ranges inputs = {{0, setup.config.attention_inputs()}};
     const model::Ranges dims = {{0, dim}};
     for (int l = 0; l < static_cast<int>(setup.config.num_hidden_layers); ++l) {
       const auto& heads = setup.partition.heads(l, setup.comm.rank());
@@ -157,10 +157,10 @@ class Gates {
       const std::int64_t queries = m_shape.heads * group * dim, keys = m_shape.heads * dim;
       Layer layer;
       layer.q = source.linear({{name + "q_proj.weight", queries, of_queries}},
-                              setup.config.hidden_size, inputs);
+                              setup.config.attention_inputs(), inputs);
       layer.q_bias = source.vector({{name + "q_proj.bias", queries, of_queries}});
-      layer.k = source.linear({{name + "k_proj.weight", keys, of_keys}}, setup.config.hidden_size,
-                              inputs);
+      layer.k = source.linear({{name + "k_proj.weight", keys, of_keys}},
+                              setup.config.attention_inputs(), inputs);
       layer.q_norm = source.vector({{name + "q_norm.weight", dim, dims}});
       layer.k_norm = source.vector({{name + "k_norm.weight", dim, dims}});
       layer.base = of_heads(files.at(name + "k_base", {m_shape.heads, 1, m_shape.sink, dim}), heads,

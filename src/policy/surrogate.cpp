@@ -84,7 +84,7 @@ struct Surrogate::Layers {
       : m_is_mlp(hidden_dim > 0), m_ranks(m_is_mlp ? ranks : std::nullopt) {
     const model::WeightSource source(store, dtype, WeightStorage::unpacked);
     const std::int64_t outputs = model.num_key_value_heads;
-    const model::Ranges all_inputs = {{0, model.hidden_size}};
+    const model::Ranges all_inputs = {{0, model.attention_inputs()}};
     const model::Ranges all_outputs = {{0, outputs}};
     const model::Ranges units = {m_ranks ? even_range(hidden_dim, m_ranks->size(), m_ranks->rank())
                                          : std::pair(std::int64_t{0}, hidden_dim)};
@@ -99,8 +99,8 @@ struct Surrogate::Layers {
       const std::string name = fmt::format("layers.{}", l);
       if (m_is_mlp) {
         std::copy(heads.begin(), heads.end(), host.data());
-        layer.hidden_weight =
-            source.linear({{name + ".0.weight", hidden_dim, units}}, model.hidden_size, all_inputs);
+        layer.hidden_weight = source.linear({{name + ".0.weight", hidden_dim, units}},
+                                            model.attention_inputs(), all_inputs);
         layer.hidden_bias = source.vector({{name + ".0.bias", hidden_dim, units}});
         layer.weight =
             source.linear({{name + ".2.weight", outputs, all_outputs}}, hidden_dim, units);
@@ -109,8 +109,8 @@ struct Surrogate::Layers {
         model::Ranges rows;
         for (int head : heads) rows.emplace_back(head, head + 1);
         std::iota(host.data(), host.data() + host.size(), 0);
-        layer.weight =
-            source.linear({{name + ".weight", outputs, rows}}, model.hidden_size, all_inputs);
+        layer.weight = source.linear({{name + ".weight", outputs, rows}}, model.attention_inputs(),
+                                     all_inputs);
         layer.bias = source.vector({{name + ".bias", outputs, rows}});
       }
       Kokkos::deep_copy(selection, host);
@@ -212,7 +212,8 @@ Surrogate Surrogate::load(const std::filesystem::path& folder, const ModelConfig
                       file.string(), field, found, of_model, wanted));
     }
   };
-  expect("input_dim", model.hidden_size, "hidden_size");
+  expect("input_dim", model.attention_inputs(),
+         model.shared_blocks ? "size of attention's input" : "hidden_size");
   expect("output_dim", model.num_key_value_heads, "num_key_value_heads");
   expect("n_modules", model.num_hidden_layers, "num_hidden_layers");
 

@@ -176,8 +176,7 @@ class CollectWatcher final : public Policy {
     Kokkos::deep_copy(layer.exec(), norms(layer), 0.0F);
     m_has_norms = false;
     m_taken = 0;
-    m_pairs.layers.at(layer.layer())
-        .hidden.resize(m_rows.extent(0) * layer.extents().hidden_size * size_of(m_dtype));
+    m_pairs.layers.at(layer.layer()).hidden.clear();
   }
 
   // Copies the hidden states of the collected positions in the block, after those of earlier
@@ -191,14 +190,15 @@ class CollectWatcher final : public Policy {
     }
     if (rows.empty()) return;
     const auto count = static_cast<std::int64_t>(rows.size());
-    const std::int64_t columns = layer.extents().hidden_size;
+    const auto columns = static_cast<std::int64_t>(block.hidden.extent(1));
     base::reserve_scratch(m_scratch.hidden, count * columns, "kvzap::collect::hidden");
     gather_hidden(layer.exec(), block.hidden, to_device(rows),
                   Matrix(m_scratch.hidden.data(), count, columns));
     m_floats.resize(static_cast<std::size_t>(count * columns));
     copy_out(layer, m_scratch.hidden, m_floats.data(), count * columns);
-    char* target = m_pairs.layers.at(layer.layer()).hidden.data() +
-                   m_taken * static_cast<std::size_t>(columns) * size_of(m_dtype);
+    std::vector<char>& all = m_pairs.layers.at(layer.layer()).hidden;
+    all.resize(m_rows.extent(0) * static_cast<std::size_t>(columns) * size_of(m_dtype));
+    char* target = all.data() + m_taken * static_cast<std::size_t>(columns) * size_of(m_dtype);
     with_value_type(m_dtype, [&](auto zero) {
       for (const float x : m_floats) {
         const auto value = static_cast<decltype(zero)>(x);
@@ -260,7 +260,8 @@ CollectResult collect_pairs(const std::shared_ptr<const Model>& model,
       if (model->config().is_full(static_cast<std::int64_t>(l))) continue;
       // No surrogate scores this layer. Zeros take no room in the compressed file.
       const std::size_t n = text.positions.size();
-      pairs.layers[l].hidden.assign(n * model->config().hidden_size * size_of(model->dtype()), 0);
+      pairs.layers[l].hidden.assign(
+          n * model->config().attention_inputs() * size_of(model->dtype()), 0);
       pairs.layers[l].scores.assign(
           n * model->partition().heads(static_cast<int>(l), comm.rank()).size(), 0.0F);
     }

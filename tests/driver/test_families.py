@@ -546,6 +546,11 @@ class Jamba(FalconH1):
     PLACED = 3
 
 
+class Zamba2(FalconH1):
+    """Attention before a state space, by weights that layers share."""
+    GOLDEN = "zamba2"
+
+
 class Lfm2(FalconH1):
     """Short convolutions."""
     GOLDEN = "lfm2_moe"

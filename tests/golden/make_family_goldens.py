@@ -1310,6 +1310,66 @@ FAMILIES = {
             FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    # Two blocks, the second one of two layers; maps of low rank beside all of the first product.
+    "zamba2": family(
+        "zamba2",
+        "head_dim",
+        "hidden_act",
+        hidden_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=40,
+        num_hidden_layers=7,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", *["hybrid"] * 2, "linear_attention", "hybrid"],
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        adapter_rank=6,
+        use_mem_rope=True,
+        add_bias_linear=True,
+        mamba_d_state=10,
+        mamba_d_conv=4,
+        mamba_ngroups=2,
+        n_mamba_heads=6,
+        chunk_size=16,
+        tie_word_embeddings=True,
+    ),
+    "zamba2_one_block": family(
+        "zamba2",
+        "head_dim",
+        "rope_parameters",
+        hidden_size=60,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        hidden_act="gelu",
+        num_hidden_layers=4,
+        layers_block_type=["hybrid", "linear_attention", "hybrid", "linear_attention"],
+        adapter_rank=5,
+        mamba_d_state=12,
+        mamba_d_conv=3,
+        n_mamba_heads=5,
+        chunk_size=32,
+        tie_word_embeddings=True,
+    ),
+    # Two groups of 60 channels, each in heads of 30.
+    "zamba": family(
+        "zamba",
+        "head_dim",
+        "rope_parameters",
+        hidden_size=60,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        hidden_act="gelu",
+        num_hidden_layers=6,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        n_mamba_heads=2,
+        mamba_d_state=10,
+        mamba_dt_rank=5,
+        mamba_proj_bias=True,
+        tie_word_embeddings=True,
+    ),
     # 120 channels in heads of 30.
     "jamba": family(
         "jamba",
@@ -1613,6 +1673,10 @@ def spread(name, shape, config):
         gain = 2.0
     elif any(part in name for part in ("lm_head", "q_proj", "k_proj", "query_key_value", "c_attn")):
         gain = 1.0 if config.model_type == "gpt_neo" else 2.0  # its attention has no scale
+        if config.model_type.startswith("zamba"):
+            gain = 1.2  # a larger scale
+    elif "adapter_list" in name:
+        gain = 0.8
     # (expert, in, out), or (in, out)
     is_transposed = len(shape) == 3 and config.model_type in ("gpt_oss", "llama4_text", "aria_text")
     is_transposed = is_transposed or (config.model_type == "gpt2" and "transformer.h." in name)
@@ -1664,10 +1728,11 @@ def make_surrogate(config, folder, seed):
     generator = torch.Generator().manual_seed(seed + 1)
     torch.manual_seed(seed)
     layers, heads = config.num_hidden_layers, kv_heads(config)
-    model = KVzapModel(KVzapConfig(input_dim=config.hidden_size, output_dim=heads, n_modules=layers))
+    inputs = getattr(config, "attention_hidden_size", config.hidden_size)
+    model = KVzapModel(KVzapConfig(input_dim=inputs, output_dim=heads, n_modules=layers))
     with torch.no_grad():
         for parameter in model.parameters():
-            scale = config.hidden_size**-0.5 if parameter.dim() == 2 else 0.3
+            scale = inputs**-0.5 if parameter.dim() == 2 else 0.3
             parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
 
@@ -1692,6 +1757,12 @@ def load(folder):
                 block.self_attn = block.mixer
     if model.config.model_type == "longcat_flash":
         model.model.layers = LayersOfParts(model.model.layers)
+    if model.config.model_type.startswith("zamba"):
+        for layer, block in enumerate(model.model.layers):
+            shared = getattr(block, "shared_transf", getattr(block, "shared_transformer", None))
+            if shared is not None:  # a module of its own, with common weights
+                block.self_attn = shared.self_attn
+                block.self_attn.layer_idx = layer
     if hasattr(model.model, "pos_emb"):
         model.model.rotary_emb = model.model.pos_emb
     accept_newer_names(model)
@@ -2021,6 +2092,8 @@ def why_not_expected_attention(config):
         return "kvpress expects a map of queries alone"
     if hasattr(config, "kv_lora_rank"):
         return "kvpress expects queries and keys of the same dimensions"
+    if config.model_type.startswith("zamba"):
+        return "kvpress scales scores by the root of head_dim"
     if config.model_type == "lfm3":
         return "kvpress knows one RoPE for all layers"
     if config.model_type.startswith(("gemma4", "gemma3n")):

@@ -159,8 +159,8 @@ class Context {
       if (m_depth > 0 && m_prefills) {
         prefill(sequence, random_ids(m_depth, seed));
       } else if (m_depth > 0) {
-        fill_random(cache, sequence, m_depth, m_scorer, m_decoder->model().config().hidden_size,
-                    m_judged.eviction, seed);
+        fill_random(cache, sequence, m_depth, m_scorer,
+                    m_decoder->model().config().attention_inputs(), m_judged.eviction, seed);
       }
       if (m_options.balance > 0) {
         m_decoder->placement().balance({sequence}, m_options.balance,

@@ -40,7 +40,7 @@ PairsPlan plan_of(const CollectOptions& options, const ModelSetup& setup) {
   PairsPlan plan;
   plan.model = options.model;
   plan.dtype = dtype_from_name(options.dtype);
-  plan.hidden_size = setup.config.hidden_size;
+  plan.hidden_size = setup.config.attention_inputs();
   plan.layers = static_cast<int>(setup.config.num_hidden_layers);
   plan.kv_heads = static_cast<int>(setup.config.num_key_value_heads);
   plan.compression = options.compression;
@@ -82,7 +82,7 @@ void check_texts_fit(const CollectOptions& options, const ModelConfig& config,
 std::int64_t bytes_of_pairs(const CollectOptions& options, const ModelConfig& config,
                             std::int64_t most_pairs) {
   const auto value = static_cast<std::int64_t>(size_of(dtype_from_name(options.dtype)));
-  return 2 * config.num_hidden_layers * most_pairs * config.hidden_size * value;
+  return 2 * config.num_hidden_layers * most_pairs * config.attention_inputs() * value;
 }
 
 /// Bytes of a rank's sums and, on rank 0, of the file's content.

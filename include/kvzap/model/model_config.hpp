@@ -330,6 +330,17 @@ struct NormedResiduals {
   double attention = 1, state = 1, feed_forward = 1;
 };
 
+/// Layers that share the weights of attention and feed-forward part (Zamba, arXiv 2405.16712;
+/// Zamba2, arXiv 2411.15242). With the embedding e of the token, such a layer computes t = W
+/// f(norm(attention(norm(h, e)))) from the residual stream h, and then h' = h + s(norm(h + t)). f
+/// is the feed-forward part and s the state space. W, s and their norm are the layer's own.
+struct SharedBlocksConfig {
+  /// Ranks of the maps that a layer of its own adds to those of q, k and v, and of gate and up
+  /// (LoRA, arXiv 2106.09685); 0: none.
+  std::int64_t attention_rank = 0;
+  std::int64_t feed_forward_rank = 0;
+};
+
 /// How the tokens of a layer see one another.
 enum class TokenMixing {
   attention,
@@ -337,7 +348,8 @@ enum class TokenMixing {
   short_convolution,          // ModelConfig::short_convolution
   state_space,                // ModelConfig::state_space
   attention_and_state_space,  // both read the same input, and add their outputs (Falcon-H1)
-  none                        // the layer is a feed-forward part alone (Nemotron-H)
+  none,                       // the layer is a feed-forward part alone (Nemotron-H)
+  attention_into_state_space  // ModelConfig::shared_blocks
 };
 
 /// What differs between the layers of a model.
@@ -370,12 +382,17 @@ struct LayerConfig {
   /// Gates g of the feed-forward part become max(0, g - mean(g) - gate_cutoff std(g)); absent: they
   /// do not (Gemma 3n).
   std::optional<double> gate_cutoff = std::nullopt;
+  /// Attention and feed-forward part have the weights of this earlier layer
+  /// (SharedBlocksConfig). -1: their own.
+  std::int64_t weights_of = -1;
 
   bool has_attention() const {
-    return mixing == TokenMixing::attention || mixing == TokenMixing::attention_and_state_space;
+    return mixing == TokenMixing::attention || mixing == TokenMixing::attention_and_state_space ||
+           mixing == TokenMixing::attention_into_state_space;
   }
   bool has_state_space() const {
-    return mixing == TokenMixing::state_space || mixing == TokenMixing::attention_and_state_space;
+    return mixing == TokenMixing::state_space || mixing == TokenMixing::attention_and_state_space ||
+           mixing == TokenMixing::attention_into_state_space;
   }
 };
 
@@ -476,6 +493,7 @@ struct ModelConfig {
   std::optional<DeltaNetConfig> delta_net;
   std::optional<ShortConvolutionConfig> short_convolution;
   std::optional<StateSpaceConfig> state_space;
+  std::optional<SharedBlocksConfig> shared_blocks;
   /// Factors of the outputs of attention, of gates before their activation, and of the outputs of
   /// feed-forward parts (Falcon-H1).
   double attention_out_multiplier = 1;
@@ -510,6 +528,9 @@ struct ModelConfig {
     return of_layer.has_attention() && of_layer.rows_of < 0 && (of_layer.window == 0 || is_wide) &&
            (of_layer.chunk == 0 || of_layer.chunk >= longest);
   }
+  /// Returns the size of the normed vectors that attention reads: the residual stream, or this and
+  /// the embedding (SharedBlocksConfig).
+  std::int64_t attention_inputs() const { return shared_blocks ? 2 * hidden_size : hidden_size; }
   /// Returns the vectors of head_dim values that a row of the cache has: a key and a value, or with
   /// latent attention one that is both.
   std::int64_t row_vectors() const { return latent ? 1 : 2; }

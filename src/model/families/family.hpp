@@ -126,6 +126,14 @@ struct TensorNames {
   std::string_view space_steps = "dt_proj.weight";
   std::string_view space_shifts = "dt_proj.bias";
   bool space_by_group = false;
+  // Of layers with a shared block, within the layer: the block, the map of its output, and the part
+  // with the state space and its norm. Adapters in the block, {} is the number of the layer among
+  // those with a block: maps of q, k and v, and of gate and up.
+  std::string_view shared_block = "";
+  std::string_view block_out = "linear";
+  std::string_view state_part = "mamba_decoder";
+  std::array<std::string_view, 3> qkv_adapters = {};
+  std::string_view gate_up_adapter = "";
 };
 
 struct Family {

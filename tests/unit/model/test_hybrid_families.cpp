@@ -42,7 +42,7 @@ std::string parts_of(const ModelConfig& config) {
   std::string text;
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     const kvzap::LayerConfig layer = config.layer(l);
-    text += "adcsb-"[static_cast<int>(layer.mixing)];
+    text += "adcsb-i"[static_cast<int>(layer.mixing)];
     if (layer.has_feed_forward) text += layer.has_experts ? 'e' : 'f';
     text += ' ';
   }
@@ -232,6 +232,72 @@ TEST(HybridFamilies, Jamba) {
   expect_error([] { load("JambaForCausalLM", R"("num_experts":6,"num_experts_per_tok":7)"); },
                {"num_experts_per_tok", "at most num_experts (6)"});
   expect_error([] { load("JambaForCausalLM", R"("sliding_window":8)"); }, {"sliding_window"});
+}
+
+TEST(HybridFamilies, Zamba) {
+  const std::string sizes = R"("mamba_d_state":8,"attn_layer_period":2,"attn_layer_offset":0)";
+  const ModelConfig config = load("ZambaForCausalLM", sizes);
+  EXPECT_EQ(parts_of(config), "s s if if ");
+  EXPECT_EQ(config.layer(2).weights_of, -1);
+  EXPECT_EQ(config.layer(3).weights_of, 2);
+  EXPECT_EQ(config.head_dim, 16);  // 2 * 64 / 8
+  EXPECT_EQ(config.attention_inputs(), 128);
+  EXPECT_NEAR(*config.attention_multiplier, 1 / std::sqrt(8.0), 1e-12);
+  EXPECT_EQ(config.state_space->groups, 2);
+  EXPECT_EQ(config.state_space->heads, 4);
+  EXPECT_TRUE(config.warnings.empty());
+  EXPECT_EQ(kvzap::model::full_layers(config), 2);
+  const auto shape = kvzap::model::cache_shape(config, HeadPartition::even(4, 2, 1), 0, 8, 16);
+  EXPECT_TRUE(shape.has_pages(2));
+  EXPECT_TRUE(shape.has_state(2));
+  EXPECT_FALSE(shape.has_rows(1));
+  EXPECT_EQ(parts_of(load("ZambaForCausalLM",
+                          R"("layers_block_type":["hybrid","mamba","mamba","hybrid"])")),
+            "if s s if ");
+  expect_error([] { load("ZambaForCausalLM", R"("n_mamba_heads":3)"); },
+               {"n_mamba_heads", "a divisor of the 128 channels", "found 3"});
+  expect_error([] { load("ZambaForCausalLM", R"("layers_block_type":["hybrid"])"); },
+               {"layers_block_type", "4 names", "found 1"});
+  expect_error(
+      [] { load("ZambaForCausalLM", R"("layers_block_type":["mamba","mamba","mamba","mamba"])"); },
+      {"layers_block_type", "at least one"});
+  expect_error([] { load("ZambaForCausalLM", R"("attention_hidden_size":64)"); },
+               {"attention_hidden_size", "2 hidden_size (128)"});
+  expect_error([] { load("ZambaForCausalLM", R"("hidden_mamba_act":"gelu")"); },
+               {"hidden_mamba_act"});
+}
+
+TEST(HybridFamilies, Zamba2) {
+  const std::string sizes =
+      R"("layers_block_type":["hybrid","hybrid","linear_attention","hybrid"],"mamba_d_state":16)";
+  const ModelConfig config = load(
+      "Zamba2ForCausalLM", sizes + R"(,"num_mem_blocks":2,"adapter_rank":8,"use_mem_rope":true)");
+  EXPECT_EQ(parts_of(config), "if if s if ");
+  EXPECT_EQ(config.layer(1).weights_of, -1);
+  EXPECT_EQ(config.layer(3).weights_of, 0);
+  EXPECT_TRUE(config.layer(0).has_rope);
+  EXPECT_EQ(config.shared_blocks->feed_forward_rank, 8);
+  EXPECT_EQ(config.shared_blocks->attention_rank, 0);
+  EXPECT_EQ(config.state_space->head_dim, 16);  // 2 * 64 / 8
+  EXPECT_EQ(config.state_space->norm_eps, 1e-5);
+  EXPECT_EQ(config.state_space->least_step, 0.001);
+  EXPECT_FALSE(load("Zamba2ForCausalLM", sizes).layer(0).has_rope);
+  EXPECT_EQ(
+      load("Zamba2ForCausalLM", sizes + R"(,"tie_word_embeddings":false)").layer(3).weights_of, -1);
+  EXPECT_EQ(
+      load("Zamba2ForCausalLM", sizes + R"(,"use_long_context":true)").max_position_embeddings,
+      16384);
+  expect_error(
+      [&] { load("Zamba2ForCausalLM", sizes + R"(,"use_shared_attention_adapter":true)"); },
+      {"num_key_value_heads", "num_attention_heads (8)", "found 2"});
+  expect_error([] { load("Zamba2ForCausalLM"); }, {"layers_block_type", "4 layers", "found none"});
+  expect_error([&] { load("Zamba2ForCausalLM", sizes + R"(,"n_mamba_heads":9)"); },
+               {"n_mamba_heads", "128"});
+  expect_error(
+      [] {
+        load("Zamba2ForCausalLM", R"("layers_block_type":["mlp","hybrid","hybrid","hybrid"])");
+      },
+      {"layers_block_type", "'mlp'"});
 }
 
 TEST(HybridFamilies, Lfm3) {

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <kvzap/model/model.hpp>
+#include <set>
 
 #include "model/encoding_store.hpp"
 #include "model/families/family.hpp"
@@ -83,10 +84,20 @@ std::vector<std::int64_t> weight_bytes(const std::filesystem::path& model,
 
 std::size_t Model::bytes() const {
   std::size_t bytes = 0;
-  const auto add = [&](const auto&... views) {
-    ((bytes += views.size() * sizeof(typename std::decay_t<decltype(views)>::value_type)), ...);
+  std::set<const void*> counted;  // layers may share weights
+  const auto count = [&](const void* memory, std::size_t size) {
+    if (size > 0 && counted.insert(memory).second) bytes += size;
   };
-  const auto add_linear = [&](const auto&... weights) { ((bytes += weights.bytes()), ...); };
+  const auto add = [&](const auto&... views) {
+    (count(views.data(), views.size() * sizeof(typename std::decay_t<decltype(views)>::value_type)),
+     ...);
+  };
+  const auto add_linear = [&](const auto&... weights) {
+    (count(weights.quantised() == nullptr ? static_cast<const void*>(weights.memory().data())
+                                          : weights.quantised(),
+           weights.bytes()),
+     ...);
+  };
   const auto add_feed_forward = [&](const auto& part) {
     add_linear(part.gate_up, part.down);
     add(part.inner_norm);
@@ -102,7 +113,12 @@ std::size_t Model::bytes() const {
     add(l.qkv_bias, l.o_bias, l.q_norm, l.k_norm, l.sinks, l.router_bias, l.correction,
         l.attention_gate_bias, l.convolution, l.convolution_bias, l.delta_decay_rates,
         l.delta_decay_shifts, l.delta_norm, l.mixer_in_bias, l.space_out_bias, l.space_rates,
-        l.space_shifts, l.space_skips, l.space_norm);
+        l.space_shifts, l.space_skips, l.space_norm, l.latent_norm);
+    for (const auto& group : l.space_groups) add_linear(group.latents, group.steps);
+    add_norms(l.space_in);
+    add_linear(l.block_out, l.qkv_adapter.in, l.gate_up_adapter.in);
+    for (const auto& map : l.qkv_adapter.out) add_linear(map);
+    for (const auto& map : l.gate_up_adapter.out) add_linear(map);
     add_norms(l.dense_out, l.experts_out, l.router_in, l.experts_in, l.inputs.norm,
               l.alt_up.router_norm, l.alt_up.laurel_norm);
     add(l.expert_scales, l.alt_up.scale);
@@ -119,8 +135,7 @@ std::size_t Model::bytes() const {
   add(m_weights->head_bias, m_weights->positions, m_weights->inputs_norm);
   for (const auto& map : m_weights->stream_in) add_linear(map);
   for (const auto& map : m_weights->stream_out) add_linear(map);
-  add_linear(m_weights->embedding);
-  if (!m_config.tie_word_embeddings) add_linear(m_weights->output_head);
+  add_linear(m_weights->embedding, m_weights->output_head);
   return bytes;
 }
 

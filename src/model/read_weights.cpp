@@ -80,7 +80,7 @@ class LayerReader {
       layer.feed_forward_in = norm(m_names.state_feed_forward_in);
     } else if (own.mixing != TokenMixing::none) {
       layer.attention_in = norm(either(m_names.parallel_attention_in, m_names.attention_in));
-      layer.attention_out = norm(m_names.attention_out);
+      if (m_config.norms_outputs) layer.attention_out = norm(m_names.attention_out);
     }
     if (!has_own_norms && own.has_feed_forward) {
       if (!m_config.is_parallel || has_two_norms) {
@@ -88,8 +88,10 @@ class LayerReader {
             norm(either(m_names.parallel_feed_forward_in, m_names.feed_forward_in));
       }
       const bool has_experts_out = own.has_experts && !m_names.experts_out.empty();
-      layer.feed_forward_out =
-          norm(has_experts_out ? m_names.experts_out : m_names.feed_forward_out);
+      if (m_config.norms_outputs) {
+        layer.feed_forward_out =
+            norm(has_experts_out ? m_names.experts_out : m_names.feed_forward_out);
+      }
     }
     read_token_mixer(index, layer);
     if (!own.has_feed_forward) return layer;

@@ -1310,6 +1310,21 @@ FAMILIES = {
             FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "lfm3_plain": family(
+        "lfm3",
+        "rms_norm_eps",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "conv", "full_attention"],
+        conv_L_cache=3,
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+        attention_bias=True,
+        norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={WINDOW_KIND: rope(10000.0), FULL: rope(500000.0)},
+    ),
     # Two blocks, the second one of two layers; maps of low rank beside all of the first product.
     "zamba2": family(
         "zamba2",

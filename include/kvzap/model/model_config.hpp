@@ -458,6 +458,9 @@ struct ModelConfig {
   bool embeds_positions = false;
   /// RMS norms precede the last map of attention and of dense feed-forward parts (BitNet).
   bool has_inner_norms = false;
+  /// The outputs of attention and feed-forward parts have the norms that the family knows. False
+  /// for models of LFM3 without them.
+  bool norms_outputs = true;
   /// Queries, keys and values are clamped to [-qkv_limit, qkv_limit], before RoPE and norms of
   /// heads, after QkNorm::row; 0: they are not.
   double qkv_limit = 0;

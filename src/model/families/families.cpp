@@ -144,6 +144,9 @@ std::string_view missing_parts(std::string_view class_name) {
   constexpr std::pair<std::string_view, std::string_view> known[] = {
       {"Qwen4ExpForCausalLM", of_qwen4},
       {"Qwen4ExpForConditionalGeneration", of_qwen4},
+      {"RecurrentGemmaForCausalLM", "layers with gated linear recurrent units"},
+      {"JetMoeForCausalLM", "experts that are heads of attention"},
+      {"ZayaForCausalLM", "attention whose queries and keys pass convolutions"},
       {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"}};
   for (const auto& [name, parts] : known) {
     if (name == class_name) return parts;

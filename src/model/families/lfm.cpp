@@ -58,7 +58,7 @@ void read_lfm3(ConfigFields& fields, ModelConfig& config) {
   config.qk_norm = QkNorm::head;
   config.gates_attention = config.gates_whole_heads = fields.flag("use_attention_gate", true);
   config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
-  fields.require("use_sandwich_norm", true);
+  config.norms_outputs = fields.flag("use_sandwich_norm", true);
   read_convolution(fields, 7, config);
   const std::vector<std::string> kinds = read_layer_kinds(fields, field, {});
   const std::int64_t window = sliding_window_or(fields, 256);

@@ -315,8 +315,8 @@ TEST(HybridFamilies, Lfm3) {
   EXPECT_EQ(config.short_convolution->kernel, 7);
   EXPECT_TRUE(config.gates_whole_heads);
   EXPECT_FALSE(load("Lfm3ForCausalLM", R"("use_attention_gate":false)").gates_attention);
-  expect_error([] { load("Lfm3ForCausalLM", R"("use_sandwich_norm":false)"); },
-               {"use_sandwich_norm"});
+  EXPECT_TRUE(config.norms_outputs);
+  EXPECT_FALSE(load("Lfm3ForCausalLM", R"("use_sandwich_norm":false)").norms_outputs);
   expect_error([] { load("Lfm3ForCausalLM", R"("layer_types":["conv"])"); },
                {"layer_types", "4 names"});
   expect_error([] { load("Lfm3ForCausalLM", R"("layer_types":["conv","conv","conv","mamba"])"); },

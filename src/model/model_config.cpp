@@ -296,9 +296,11 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
   std::vector<std::string> warnings;
   json content = kvzap::model::description_of_text(file->content, file->where, warnings);
-  const Family* const family = kvzap::model::find_family(kvzap::model::class_in(content));
-  if (family == nullptr) refuse_family(content, file->where);
   const auto type = content.find("model_type");
+  const Family* const family = kvzap::model::find_family(
+      kvzap::model::class_in(content),
+      type != content.end() && type->is_string() ? type->get_ref<const std::string&>() : "");
+  if (family == nullptr) refuse_family(content, file->where);
   const auto& others = family->text_types;
   if (type == content.end() || std::find(others.begin(), others.end(), *type) == others.end()) {
     ConfigFields(content, file->where).require("model_type", std::string(family->model_type));

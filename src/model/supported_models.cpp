@@ -35,11 +35,12 @@ std::string tests_of(std::string_view name, std::string_view otherwise) {
 SupportedKind list_architectures() {
   SupportedKind kind{"architectures", "Architectures", {}};
   for (const model::Family* family : model::families()) {
+    const auto* const in_gguf = gguf::architecture_of(family->class_name);
+    const std::string gguf_name(in_gguf == nullptr ? "" : in_gguf->name);
     std::string detail = fmt::format("model_type {}", family->model_type);
-    if (const auto* in_gguf = gguf::architecture_of(family->class_name)) {
-      detail += fmt::format("; {} in GGUF", in_gguf->name);
-    }
-    kind.parts.push_back({std::string(family->class_name), detail, std::string(family->tested)});
+    if (in_gguf != nullptr) detail += fmt::format("; {} in GGUF", gguf_name);
+    kind.parts.push_back({std::string(family->class_name), detail, std::string(family->tested),
+                          std::string(family->model_type), gguf_name});
   }
   return kind;
 }

@@ -122,6 +122,7 @@ std::unique_ptr<WeightStore> text_of(std::unique_ptr<WeightStore> store) {
     // GPT-2 lack the base.
     const std::pair<std::string_view, std::string_view> prefixes[] = {
         {"", "language_model."},
+        {"", "text_model."},
         {base, "model.language_model."},
         {base, "model.text_model."},
         {base, "language_model."},

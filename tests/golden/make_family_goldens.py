@@ -46,7 +46,8 @@ from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers import AttentionMaskInterface, Mistral4Config, Mistral4ForCausalLM
+from transformers import AttentionMaskInterface, Emu3ForCausalLM, Emu3TextConfig
+from transformers import Mistral4Config, Mistral4ForCausalLM
 from transformers.masking_utils import eager_mask
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
@@ -1588,6 +1589,47 @@ FAMILIES = {
         moe_topk=3,
         moe_num_shared_experts=2,
     ),
+    "exaone": family(
+        "exaone",
+        *OWN_NAMES,
+        "num_hidden_layers",
+        hidden_size=96,
+        num_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        intermediate_size=40,
+        activation_function="silu",
+        layer_norm_epsilon=1e-5,
+        rope_parameters=LLAMA3,
+    ),
+    "internlm3": family(
+        "internlm3",
+        qkv_bias=True,
+        bias=True,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 6.0},
+    ),
+    "iquestcoder": family("iquestcoder", head_dim=20, rms_norm_eps=1e-5, rope_parameters=rope(500000.0)),
+    "sarvam_moe": family(
+        "sarvam_moe",
+        head_dim=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        num_shared_experts=2,
+        n_group=2,
+        topk_group=1,
+        use_qkv_bias=True,
+        rope_parameters=rope(8000000.0),
+    ),
+    "emu3_text_model": family(
+        "emu3_text_model",
+        head_dim=12,
+        bos_token_id=1,
+        pad_token_id=0,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope(1000000.0),
+    ),
     "cohere_norms": family(
         "cohere",
         "head_dim",
@@ -2121,7 +2163,7 @@ def why_not_expected_attention(config):
         return "kvpress rotates the queries of layers without RoPE"
     if config.rope_parameters.get("partial_rotary_factor", 1.0) < 1:
         return "kvpress rotates whole heads"
-    if config.rope_parameters["rope_type"] == "longrope":
+    if config.rope_parameters["rope_type"] in ("longrope", "dynamic"):
         return "kvzap turns nothing to positions whose frequencies depend on the length"
     if config.model_type.startswith("hunyuan") or config.model_type == "nanochat":
         return "kvpress does not know norms of queries after RoPE"
@@ -2308,8 +2350,9 @@ def main():
     AttentionInterface.register("exact", family_attention)
     # Attention does not read the mask; a layer with an indexer takes it apart.
     AttentionMaskInterface.register("exact", eager_mask)
-    # Only the text model of another class.
+    # Only the text models of other classes.
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)
     if arguments.check:
         sys.exit(not all([check_family(name) for name in names]))

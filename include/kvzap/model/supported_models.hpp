@@ -14,6 +14,9 @@ struct SupportedPart {
   std::string detail;
   /// The tests of this part.
   std::string tested;
+  /// Of an architecture: its model_type, and its name in GGUF files, which may be empty.
+  std::string model_type = {};
+  std::string gguf_name = {};
 };
 
 /// Parts of one kind.

@@ -138,7 +138,8 @@ struct TensorNames {
 
 struct Family {
   /// The class in `architectures`, and the value of `model_type` with it. `other_classes`: what
-  /// published files with remote code of their own call it.
+  /// published files with remote code of their own call it, or the class that transformers runs it
+  /// as, if files of this `model_type` have other names of tensors.
   std::string_view class_name;
   std::vector<std::string_view> other_classes = {};
   std::string_view model_type;
@@ -170,8 +171,9 @@ struct Family {
 /// Returns all families, those with most tests first.
 const std::vector<const Family*>& families();
 
-/// Returns the family of the class; null if there is none.
-const Family* find_family(std::string_view class_name);
+/// Returns the family of the class; null if there is none. If several share the class, it is the
+/// one of `model_type`, or else the first one.
+const Family* find_family(std::string_view class_name, std::string_view model_type = "");
 /// Returns the family of the class, or of config.architecture. Throws Error if there is none.
 const Family& family_of(std::string_view class_name);
 const Family& family_of(const ModelConfig& config);

@@ -71,6 +71,7 @@ const Family gpt2 = [] {
   Family family = embedding_family();
   family.class_name = "GPT2LMHeadModel";
   family.model_type = "gpt2";
+  family.text_types = {"gpt-sw3"};
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_gpt2(fields, config.num_attention_heads, config);
     fields.require("scale_attn_by_inverse_layer_idx", false);

@@ -1,7 +1,5 @@
 #include "engine/attention_block.hpp"
 
-#include "engine/delta_net.hpp"
-
 namespace kvzap::engine {
 
 using linalg::Matrix;
@@ -103,6 +101,19 @@ std::int64_t AttentionBlock::qkv_columns(const Step& step, int layer) const {
   return (step.query_heads(layer) + step.config.row_vectors() * kv_heads) * step.head_dim(layer);
 }
 
+Matrix AttentionBlock::gates(const Step& step, int layer, std::int64_t m) const {
+  return step.matrix(Step::gates, m, step.weights(layer).attention_gate.outputs());
+}
+
+GateRule AttentionBlock::gate_rule(const Step& step, int layer) const {
+  const ModelConfig& config = step.config;
+  GateRule rule;
+  if (config.gates_heads) rule.dim = step.head_dim(layer);
+  rule.skip = step.weights(layer).attention_gate_skip;
+  rule.is_softplus = config.has_softplus_gates;
+  return rule;
+}
+
 Matrix AttentionBlock::room_for_qkv(const Step& step, int layer, const RowRange& rows) const {
   return step.matrix(Step::projected, rows.count(), qkv_columns(step, layer));
 }
@@ -115,7 +126,9 @@ Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Ma
   const std::int64_t columns = this->columns(step, layer);
   const Matrix attended = step.matrix(Step::mixed, rows.count(), columns);
   if (step.config.gates_attention) {
-    step.locally([&] { gate(step, layer, attended); });
+    step.locally([&] {
+      apply_gates(step.exec, gates(step, layer, rows.count()), gate_rule(step, layer), attended);
+    });
   }
   if (step.config.latent) return m_latent.expand(step, layer, attended);
   if (step.config.has_inner_norms) {
@@ -125,16 +138,6 @@ Matrix AttentionBlock::run(Step& step, int layer, const RowRange& rows, const Ma
                 Matrix(m_squares.data(), rows.count(), 2));
   }
   return attended;
-}
-
-void AttentionBlock::gate(const Step& step, int layer, const Matrix& attended) const {
-  const std::int64_t count = step.weights(layer).attention_gate.outputs();
-  const Matrix gates = step.matrix(Step::gates, attended.extent(0), count);
-  if (!step.config.gates_whole_heads) return apply_gates(step.exec, gates, attended);
-  const std::int64_t dim = step.head_dim(layer);
-  const IndexRanges own = step.model.partition().attended(layer, step.model.rank(),
-                                                          step.config.query_group_of(layer), dim);
-  apply_head_gates(step.exec, gates, dim, own.empty() ? 0 : own.front().first % dim, attended);
 }
 
 // q, k, v → norms and RoPE
@@ -151,7 +154,7 @@ void AttentionBlock::project(Step& step, int layer, const RowRange& rows, const 
     if (config.qk_norm != QkNorm::row) clamp_qkv(step.exec, config, computed);
     if (config.gates_attention) {
       step.linear(step.exec, x, step.rounded, weights.attention_gate, weights.attention_gate_bias,
-                  step.matrix(Step::gates, m, weights.attention_gate.outputs()));
+                  gates(step, layer, m));
     }
   });
   if (is_shared(step, layer)) m_shared->gather_projections(step, layer, computed, qkv);

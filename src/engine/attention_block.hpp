@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/adapters.hpp"
+#include "engine/attention_gates.hpp"
 #include "engine/attention_spans.hpp"
 #include "engine/latent_maps.hpp"
 #include "engine/mixers.hpp"
@@ -51,10 +52,11 @@ class AttentionBlock final : public TokenMixer {
   }
   std::int64_t columns(const Step& step, int layer) const;
   std::int64_t qkv_columns(const Step& step, int layer) const;
+  linalg::Matrix gates(const Step& step, int layer, std::int64_t m) const;
+  GateRule gate_rule(const Step& step, int layer) const;
   void reserve_attention(const Step& step);
   AttentionExtents extents(const Step& step, int layer, std::int64_t kv_heads) const;
   void project(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x);
-  void gate(const Step& step, int layer, const linalg::Matrix& attended) const;
   void norm_tokens(Step& step, int layer, const linalg::Matrix& qkv, const linalg::Matrix& sums);
   linalg::Matrix log_sums(const Step& step, int layer, std::int64_t m) const;
 

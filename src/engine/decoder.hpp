@@ -153,7 +153,8 @@ class Decoder {
   void require_step() const;
   void skip_states();
   void check_layer(int layer, const std::vector<ExternalLayer>& spans) const;
-  void take_sinks(const std::vector<ExternalLayer>& spans);
+  bool has_sinks(int layer) const;
+  void take_sinks(int layer, const std::vector<ExternalLayer>& spans);
   void attend(int layer, const engine::RowRange& rows, const std::vector<ExternalLayer>& spans);
 
   const Model& m_model;

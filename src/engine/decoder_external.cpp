@@ -34,6 +34,13 @@ ArrayView rows_of(ArrayView array, std::int64_t first, std::int64_t count) {
 void Decoder::begin_step(const StepBatch& batch) {
   if (m_external) throw Error("decoder: a step has begun already");
   if (m_comm.size() > 1) throw Error("decoder: an external model has one rank");
+  const ModelConfig& config = m_model.config();
+  if (config.value_dim != 0 && config.value_dim != config.head_dim) {
+    throw Error(fmt::format(
+        "decoder: values of {} dimensions; expected an external model whose values have the {} "
+        "dimensions of keys",
+        config.value_dim, config.head_dim));
+  }
   for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
     if (!m_step.shares_rows(l)) continue;
     throw Error(
@@ -87,7 +94,7 @@ void Decoder::attend(int layer, const std::vector<ExternalLayer>& spans) {
                               m_next_layer, layers));
     }
     check_layer(layer, spans);
-    take_sinks(spans);
+    take_sinks(layer, spans);
     if (m_policies.see(m_step, layer)) {
       show_layer(layer);
       m_policies.show_external(spans, m_external_sinks);
@@ -137,7 +144,7 @@ void Decoder::check_layer(int layer, const std::vector<ExternalLayer>& spans) co
   }
   const ModelConfig& config = m_model.config();
   const std::int64_t kv_heads = config.kv_heads_of(layer);
-  const std::int64_t q_heads = config.num_attention_heads;
+  const std::int64_t q_heads = config.query_heads_of(layer);
   const std::int64_t dim = config.head_dim_of(layer);
   const bool hidden_is_read = needs_hidden();
   for (std::size_t s = 0; s < spans.size(); ++s) {
@@ -149,7 +156,7 @@ void Decoder::check_layer(int layer, const std::vector<ExternalLayer>& spans) co
     if (hidden_is_read || spans[s].hidden) {
       check_extents(spans[s].hidden, "hidden states", layer, {count, 1, config.hidden_size});
     }
-    if (config.has_sinks) check_extents(spans[s].sinks, "sinks", layer, {1, 1, q_heads});
+    if (has_sinks(layer)) check_extents(spans[s].sinks, "sinks", layer, {1, 1, q_heads});
     if (spans[s].output_weights) {
       check_extents(spans[s].output_weights, "output weights", layer,
                     {config.hidden_size, 1, q_heads * dim});
@@ -157,11 +164,16 @@ void Decoder::check_layer(int layer, const std::vector<ExternalLayer>& spans) co
   }
 }
 
-void Decoder::take_sinks(const std::vector<ExternalLayer>& spans) {
-  if (!m_model.config().has_sinks) return;
+bool Decoder::has_sinks(int layer) const {
+  return m_model.config().has_sinks && m_model.config().layer(layer).has_sinks;
+}
+
+void Decoder::take_sinks(int layer, const std::vector<ExternalLayer>& spans) {
   linalg::Vector& sinks = m_external_sinks;
-  const std::int64_t heads = m_model.config().num_attention_heads;
-  if (sinks.extent(0) == 0) sinks = linalg::Vector("kvzap::decoder::sinks", heads);
+  const std::int64_t heads = has_sinks(layer) ? m_model.config().query_heads_of(layer) : 0;
+  const auto count = static_cast<std::int64_t>(sinks.extent(0));
+  if (count != heads) sinks = linalg::Vector("kvzap::decoder::sinks", heads);
+  if (heads == 0) return;
   engine::copy_array(m_step.exec, spans.front().sinks, sinks);
 }
 

@@ -251,40 +251,4 @@ void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const Delta
   if (!is_lightning) finish(exec, net, weights, tokens.rows, tokens.outputs);
 }
 
-void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,
-                 const linalg::Matrix& y) {
-  const std::int64_t columns = y.extent(1);
-  if (base::machine().on_host()) {
-    return base::host_for("kvzap::step::gates", y.extent(0), columns, [=](std::int64_t i) {
-      linalg::sigmoid_times(&gates(i, 0), &y(i, 0), &y(i, 0), columns);
-    });
-  }
-  Kokkos::parallel_for(
-      "kvzap::step::gates", DeltaRange(exec, 0, y.extent(0) * columns),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        y(i / columns, i % columns) *= sigmoid(gates(i / columns, i % columns));
-      });
-}
-
-void apply_head_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,
-                      std::int64_t dim, std::int64_t first, const linalg::Matrix& y) {
-  const std::int64_t columns = y.extent(1);
-  const auto gate = KOKKOS_LAMBDA(std::int64_t i) {
-    y(i / columns, i % columns) *= sigmoid(gates(i / columns, (first + i % columns) / dim));
-  };
-  const std::int64_t count = static_cast<std::int64_t>(y.extent(0)) * columns;
-  if (!base::machine().on_host()) {
-    return Kokkos::parallel_for("kvzap::step::head_gates", DeltaRange(exec, 0, count), gate);
-  }
-  // The sigmoid of a head once, and not once for each of its columns.
-  base::host_for("kvzap::step::head_gates", y.extent(0), columns, [=](std::int64_t i) {
-    for (std::int64_t c = 0; c < columns;) {
-      const std::int64_t head = (first + c) / dim;
-      const std::int64_t end = std::min(columns, (head + 1) * dim - first);
-      const float factor = sigmoid(gates(i, head));
-      for (; c < end; ++c) y(i, c) *= factor;
-    }
-  });
-}
-
 }  // namespace kvzap::engine

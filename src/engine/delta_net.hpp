@@ -54,13 +54,4 @@ using DeltaState = LayerState;
 void pass_delta_net(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights& weights,
                     const DeltaTokens& tokens, const DeltaState& before, const DeltaState& after);
 
-/// y *= sigmoid(gates)
-void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,
-                 const linalg::Matrix& y);
-
-/// The same with one gate for each head of `dim` columns. The first column of y is column `first`
-/// of its head.
-void apply_head_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates,
-                      std::int64_t dim, std::int64_t first, const linalg::Matrix& y);
-
 }  // namespace kvzap::engine

@@ -1,5 +1,7 @@
 #include "engine/delta_net_block.hpp"
 
+#include "engine/attention_gates.hpp"
+
 namespace kvzap::engine {
 
 using linalg::Matrix;
@@ -67,7 +69,7 @@ Matrix DeltaNetBlock::run(Step& step, int layer, const RowRange& rows, const Mat
                 Matrix(m_squares.data(), rows.count(), 2));
     step.locally([&] {
       const auto gates = range(net.gates(), net.columns());
-      apply_gates(step.exec, Kokkos::subview(block.rows, Kokkos::ALL, gates), block.outputs);
+      apply_gates(step.exec, Kokkos::subview(block.rows, Kokkos::ALL, gates), {}, block.outputs);
     });
   }
   return block.outputs;

@@ -4,6 +4,7 @@
 
 #include "base/host_threads.hpp"
 #include "base/machine.hpp"
+#include "engine/attention_gates.hpp"
 #include "engine/policy_layer.hpp"
 #include "engine/step_kernels.hpp"
 
@@ -72,20 +73,6 @@ void place_keys(const ExecutionSpace& exec, const LatentConfig& latent, const Ro
         for (std::int64_t i = 0; i < first; ++i) {
           to[parts.turning + i] = from[i];
           to[parts.half + parts.turning + i] = from[first + i];
-        }
-      });
-}
-
-// values of a head *= sigmoid(its gate)
-void gate_heads(const ExecutionSpace& exec, const Matrix& gates, const Matrix& values) {
-  const std::int64_t heads = gates.extent(1), columns = values.extent(1);
-  if (heads == 0) return;
-  const std::int64_t dim = columns / heads;
-  for_each_token(
-      exec, "kvzap::latent::gates", values.extent(0), columns, KOKKOS_LAMBDA(std::int64_t token) {
-        for (std::int64_t h = 0; h < heads; ++h) {
-          const float factor = 1.0f / (1.0f + base::math::exp(-gates(token, h)));
-          for (std::int64_t d = 0; d < dim; ++d) values(token, h * dim + d) *= factor;
         }
       });
 }
@@ -171,7 +158,8 @@ Matrix LatentMaps::expand(Step& step, int layer, const Matrix& attended) {
                   columns_of(values, h * value_dim, value_dim));
     }
     if (!step.config.latent->gates_heads) return;
-    gate_heads(step.exec, Matrix(m_head_gates.data(), attended.extent(0), heads), values);
+    apply_gates(step.exec, Matrix(m_head_gates.data(), attended.extent(0), heads), {value_dim},
+                values);
   });
   return values;
 }

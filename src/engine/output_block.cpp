@@ -14,6 +14,7 @@ void OutputBlock::reserve(Step& step) {
   const StepOutputs& outputs = step.outputs;
   step.reserve(Step::projected, outputs.count() * local);
   step.reserve(Step::mixed, outputs.count() * hidden);
+  step.reserve(Step::gates, outputs.count() * step.model.weights().output_map.outputs());
   if (!outputs.are_consecutive()) {
     base::reserve_scratch(m_rows, outputs.count() * hidden, "kvzap::decoder::last_rows");
     base::reserve_scratch(m_added, outputs.count() * hidden, "kvzap::decoder::last_added");
@@ -91,6 +92,13 @@ void OutputBlock::compute(Step& step) {
   const auto rounded =
       step.linear.room_for_rounded(step.model.dtype(), outputs, config.hidden_size);
   add_and_norm(exec, last, added, norm_of(config, weights.final_norm), x, rounded);
+  if (weights.output_map.outputs() > 0) {
+    const Matrix mapped = step.matrix(Step::gates, outputs, config.hidden_size);
+    step.linear(exec, x, rounded, weights.output_map, {}, mapped);
+    activate(exec, mapped, x, {},
+             {config.activation, static_cast<float>(config.gate_limit), false});
+    add_and_norm(exec, x, {}, norm_of(config, weights.output_map_norm), x, rounded);
+  }
   step.linear(exec, x, rounded, weights.output_head, weights.head_bias, y);
   if (config.logits_divisor != 1) scale(exec, y, static_cast<float>(1 / config.logits_divisor));
   if (config.logits_soft_cap > 0) {

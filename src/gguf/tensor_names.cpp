@@ -173,6 +173,7 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"block_sparse_moe.router", "ffn_gate_inp"},
                                     {"mlp.router.gate", "ffn_gate_inp"},
                                     {"mlp.gate.wg", "ffn_gate_inp"},
+                                    {"ffn.router.layer", "ffn_gate_inp"},
                                     {"shared_mlp.input_linear", "ffn_gate_shexp"},
                                     {"shared_mlp.output_linear", "ffn_down_shexp"},
                                     {"shared_mlp.output_linear", "ffn_down"},
@@ -186,7 +187,8 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
 
 // The block of tensors of all experts.
 constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts.",
-                                              "block_sparse_moe.experts.", "block_sparse_moe."};
+                                              "block_sparse_moe.experts.", "block_sparse_moe.",
+                                              "ffn.experts.mlp."};
 
 // Whole names in a layer, of tensors without ".weight" and ".bias" in checkpoints.
 constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
@@ -223,7 +225,8 @@ constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bi
 constexpr std::string_view correction_tensor = "exp_probs_b";
 
 constexpr std::string_view hugging_face_layers[] = {"model.layers.", "gpt_neox.layers.",
-                                                    "transformer.h.", "backbone.layers."};
+                                                    "transformer.h.", "transformer.blocks.",
+                                                    "backbone.layers."};
 constexpr std::string_view gguf_layers = "blk.";
 constexpr std::string_view stacked_end = "_exps";
 
@@ -346,7 +349,11 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
     };
     if (rest == "gate_up_proj" || rest == "input_linear.weight")
       return {named("ffn_gate_exps"), named("ffn_up_exps")};
-    if (rest == "down_proj" || rest == "output_linear.weight") return {named("ffn_down_exps")};
+    if (rest == "w1") return {named("ffn_gate_exps")};
+    if (rest == "v1") return {named("ffn_up_exps")};
+    if (rest == "down_proj" || rest == "output_linear.weight" || rest == "w2") {
+      return {named("ffn_down_exps")};
+    }
   }
   return {};
 }

@@ -60,7 +60,8 @@ LayerConfig kind_of(LayerConfig layer) {
 bool is_same_kind(const LayerConfig& a, const LayerConfig& b) {
   const auto fields = [](const LayerConfig& l) {
     return std::tuple(l.has_experts, l.has_feed_forward, l.mixing, l.rows_of, l.intermediate_size,
-                      l.head_dim, l.kv_heads_factor, l.values_are_keys, l.weights_of);
+                      l.head_dim, l.kv_heads_factor, l.values_are_keys, l.weights_of, l.query_heads,
+                      l.has_sinks);
   };
   return fields(a) == fields(b);
 }

@@ -131,7 +131,8 @@ std::size_t Model::bytes() const {
     add_feed_forward(l.dense);
     for (const auto& expert : l.experts) add_feed_forward(expert);
   }
-  add_norms(m_weights->final_norm, m_weights->embedding_norm);
+  add_norms(m_weights->final_norm, m_weights->embedding_norm, m_weights->output_map_norm);
+  add_linear(m_weights->output_map);
   add(m_weights->head_bias, m_weights->positions, m_weights->inputs_norm);
   for (const auto& map : m_weights->stream_in) add_linear(map);
   for (const auto& map : m_weights->stream_out) add_linear(map);

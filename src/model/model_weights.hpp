@@ -104,10 +104,13 @@ struct Model::Weights {
     Vector q_norm_bias, k_norm_bias;  // of LayerNorms; or empty
     // Those of the heads of all ranks, for norms of rows and LayerNorms; or empty.
     Vector q_norm_of_all, k_norm_of_all, q_norm_bias_of_all, k_norm_bias_of_all;
-    Vector inner_norm;           // (query heads * dim): of the inputs of o; or empty
-    Vector sinks;                // (query heads), or empty
-    Linear attention_gate;       // (query heads * dim, hidden), or empty
+    Vector inner_norm;  // (query heads * dim): of the inputs of o; or empty
+    Vector sinks;       // (query heads), or empty
+    // (query heads * dim, hidden), (query heads, hidden) with ModelConfig::gates_heads, or empty.
+    Linear attention_gate;
     Vector attention_gate_bias;  // or empty
+    // Dimensions of the first gate's head before this rank's inputs of o.
+    std::int64_t attention_gate_skip = 0;
     // Layers without attention have no q, k and v; `o` is the last map of their token mixer.
     // Of layers with a gated delta net. Each rank
     // has some key heads (HeadPartition::state_heads), with their value heads.
@@ -175,6 +178,10 @@ struct Model::Weights {
   // Maps (hidden, hidden) of the embedding to each stream but the first, and of these streams to
   // the input of the final norm.
   std::vector<Linear> stream_in, stream_out;
+  // Between the final norm and the output head: a map (hidden, hidden), an activation and a norm;
+  // or empty.
+  Linear output_map;
+  Norm output_map_norm;
   Linear output_head;  // the same rows
   Vector head_bias;    // of the same rows, or empty
 };

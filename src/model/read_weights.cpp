@@ -29,10 +29,12 @@ void append_row(Ranges& ranges, std::int64_t row) {
 
 /// Returns the dimensions of a head in the engine's order, in which RoPE rotates i with i +
 /// head_dim / 2 (ModelConfig::rotates_halves).
-std::vector<std::int64_t> rotation_order(const ModelConfig& config, std::int64_t head_dim) {
-  const std::int64_t half = head_dim / 2;
+std::vector<std::int64_t> rotation_order(const ModelConfig& config, std::int64_t index) {
+  const std::int64_t head_dim = config.head_dim_of(index), half = head_dim / 2;
   // Heads of layers with other sizes turn whole.
-  const std::int64_t turning = head_dim == config.head_dim ? config.rotated_dims() / 2 : half;
+  std::int64_t turning = head_dim == config.head_dim ? config.rotated_dims() / 2 : half;
+  const bool has_own = config.window_rotary_dim > 0 && config.layer(index).window > 0;
+  if (has_own) turning = config.window_rotary_dim / 2;
   std::vector<std::int64_t> order(static_cast<std::size_t>(head_dim));
   for (std::int64_t i = 0; i < half; ++i) {
     std::int64_t low = turning + i, high = half + i;  // dimensions that do not turn
@@ -67,7 +69,7 @@ class LayerReader {
   Layer read(std::int64_t index, const std::vector<Layer>& before) {
     m_prefix = prefix_of(index);
     const LayerConfig own = m_config.layer(index);
-    m_order = rotation_order(m_config, m_config.head_dim_of(index));
+    m_order = rotation_order(m_config, index);
     if (own.mixing == TokenMixing::attention_into_state_space) return read_shared(index, before);
     Layer layer;
     const bool has_two_norms = m_config.is_parallel && !m_config.shares_norm;
@@ -79,7 +81,10 @@ class LayerReader {
       layer.attention_in = norm(m_names.state_in);
       layer.feed_forward_in = norm(m_names.state_feed_forward_in);
     } else if (own.mixing != TokenMixing::none) {
-      layer.attention_in = norm(either(m_names.parallel_attention_in, m_names.attention_in));
+      const bool has_norm = index > 0 || m_names.first_has_attention_norm;
+      if (has_norm) {
+        layer.attention_in = norm(either(m_names.parallel_attention_in, m_names.attention_in));
+      }
       if (m_config.norms_outputs) layer.attention_out = norm(m_names.attention_out);
     }
     if (!has_own_norms && own.has_feed_forward) {
@@ -202,11 +207,11 @@ class LayerReader {
   std::array<Ranges, 3> qkv_rows(int index, std::int64_t q_rows_of_head,
                                  std::int64_t kv_dim) const {
     const std::int64_t dim = m_config.head_dim_of(index);
-    const std::int64_t q_size = m_config.num_attention_heads * dim;
+    const std::int64_t heads = m_config.query_heads_of(index);
+    const std::int64_t group = heads / m_config.num_key_value_heads, q_size = heads * dim;
     const std::int64_t kv_size = m_config.num_key_value_heads * kv_dim;
     std::array<Ranges, 3> rows;
-    for (const auto& [begin, end] :
-         m_partition.projected(index, m_rank, m_config.query_group(), dim, kv_dim)) {
+    for (const auto& [begin, end] : m_partition.projected(index, m_rank, group, dim, kv_dim)) {
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t turned = m_order[static_cast<std::size_t>(i % dim)];
         if (i < q_size) {
@@ -270,28 +275,30 @@ class LayerReader {
     const bool shares = own.rows_of >= 0;
     // The partition's KV heads, each with its queries, and keys and values of all KV heads that the
     // layer has for it.
-    const std::int64_t dim = m_config.head_dim_of(index), group = m_config.query_group();
+    const std::int64_t dim = m_config.head_dim_of(index),
+                       all_heads = m_config.query_heads_of(index);
+    const std::int64_t group = all_heads / m_config.num_key_value_heads;
     const std::int64_t kv_dim = shares ? 0 : dim * own.kv_heads_factor;
-    const std::int64_t q_size = m_config.num_attention_heads * dim;
+    const std::int64_t q_size = all_heads * dim;
     const std::int64_t kv_size = m_config.num_key_value_heads * kv_dim;
     // With gates, those of a head follow its query.
     const bool has_own_gates = !m_names.attention_gate.empty();
     const std::int64_t q_rows_of_head = m_config.gates_attention && !has_own_gates ? 2 * dim : dim;
-    const std::int64_t q_extent = m_config.num_attention_heads * q_rows_of_head;
+    const std::int64_t q_extent = all_heads * q_rows_of_head;
     Ranges gate_rows, q_heads;
     const auto layer_index = static_cast<int>(index);
     check_partition(layer_index);
     const std::array<Ranges, 3> own_rows = qkv_rows(layer_index, q_rows_of_head, kv_dim);
     const Ranges &q_rows = own_rows[0], &k_rows = own_rows[1], &v_rows = own_rows[2];
     const Ranges o_columns = m_partition.attended(layer_index, m_rank, group, dim);
+    const bool gates_dimensions = m_config.gates_attention && !m_config.gates_heads;
     for (const auto& [begin, end] : o_columns) {
-      if (m_config.gates_whole_heads) {
-        gate_rows.emplace_back(begin / dim, (end + dim - 1) / dim);
-        continue;
-      }
-      for (std::int64_t i = begin; m_config.gates_attention && i < end; ++i) {
+      for (std::int64_t i = begin; gates_dimensions && i < end; ++i) {
         append_row(gate_rows, has_own_gates ? i : i / dim * q_rows_of_head + dim + i % dim);
       }
+      if (!m_config.gates_heads) continue;
+      gate_rows.emplace_back(begin / dim, (end + dim - 1) / dim);
+      if (m_partition.deals_projections()) layer.attention_gate_skip = begin % dim;
     }
     for (const std::int64_t head : m_partition.heads(layer_index, m_rank)) {
       q_heads.emplace_back(head * group, (head + 1) * group);
@@ -303,6 +310,7 @@ class LayerReader {
         if (shares) return parts;
         parts.push_back({named(m_names.key, kind), kv_size, k_rows});
         parts.push_back({named(v, kind), kv_size, v_rows});
+        parts.back().padding = value_padding(dim, false);
         return parts;
       }
       Ranges rows;
@@ -310,6 +318,11 @@ class LayerReader {
         append_heads(rows, q_rows, group, 0);
         append_heads(rows, k_rows, 1, group);
         append_heads(rows, v_rows, 1, group + 1);
+      } else if (m_names.qkv_shards > 0) {
+        const std::int64_t shard = q_size / m_names.qkv_shards;
+        append_shards(rows, q_rows, shard, 0);
+        append_shards(rows, k_rows, shard, 2);
+        append_shards(rows, v_rows, shard, 1);
       } else {
         rows = q_rows;
         append_shifted(rows, k_rows, q_size);
@@ -321,28 +334,41 @@ class LayerReader {
     layer.qkv = linear(qkv("weight"), inputs, {{0, inputs}});
     const auto gate = [&](const char* kind) -> std::vector<TensorRows> {
       return {{named(has_own_gates ? m_names.attention_gate : m_names.query, kind),
-               m_config.gates_whole_heads ? m_config.num_attention_heads : q_extent, gate_rows}};
+               m_config.gates_heads ? all_heads : q_extent, gate_rows}};
     };
     if (m_config.gates_attention) {
       layer.attention_gate = m_source.linear(gate("weight"), m_config.hidden_size, m_hidden);
     }
-    layer.o = linear({{named(m_names.output), m_config.hidden_size, m_hidden}}, q_size, o_columns);
     if (m_config.qkv_bias) layer.qkv_bias = m_source.vector(qkv("bias"));
-    if (m_config.qkv_bias && m_config.gates_attention && !m_config.gates_whole_heads) {
+    if (m_config.qkv_bias && m_config.gates_attention && !has_own_gates) {
       layer.attention_gate_bias = m_source.vector(gate("bias"));
+    }
+    if (m_config.has_sinks && own.has_sinks) {
+      layer.sinks = m_source.vector({{m_prefix + std::string(m_names.sinks), all_heads, q_heads}});
+    }
+    read_head_norms(layer_index, layer);
+    read_attention_output(index, o_columns, layer);
+  }
+
+  /// Reads what follows attention; `columns`: this rank's inputs of o.
+  void read_attention_output(std::int64_t index, const Ranges& columns, Layer& layer) const {
+    const std::int64_t dim = m_config.head_dim_of(index);
+    const std::int64_t inputs = m_config.query_heads_of(index) * dim;
+    TensorRows o{named(m_names.output), m_config.hidden_size, m_hidden};
+    o.padding = value_padding(dim, true);
+    layer.o = linear({o}, inputs, columns);
+    if (m_config.has_inner_norms) {
+      layer.inner_norm = norm_weights({{named(m_names.attention_inner), inputs, columns}});
     }
     if (m_config.o_bias && m_rank == 0) {
       layer.o_bias =
           m_source.vector({{named(m_names.output, "bias"), m_config.hidden_size, m_hidden}});
     }
-    if (m_config.has_sinks) {
-      layer.sinks = m_source.vector(
-          {{m_prefix + std::string(m_names.sinks), m_config.num_attention_heads, q_heads}});
+    const bool is_last = index + 1 == m_config.num_hidden_layers;
+    if (is_last && !m_names.last_output_bias.empty() && m_rank == 0) {
+      layer.o_bias = m_source.vector(
+          {{m_prefix + std::string(m_names.last_output_bias), m_config.hidden_size, m_hidden}});
     }
-    if (m_config.has_inner_norms) {
-      layer.inner_norm = norm_weights({{named(m_names.attention_inner), q_size, o_columns}});
-    }
-    read_head_norms(layer_index, layer);
   }
 
   void read_latent_attention(Layer& layer) const {
@@ -358,6 +384,12 @@ class LayerReader {
     }
   }
 
+  /// The padding of values, or of the columns of o, to heads of `dim` dimensions.
+  std::optional<HeadPadding> value_padding(std::int64_t dim, bool of_columns) const {
+    if (m_config.value_dim == 0 || m_config.value_dim == dim) return std::nullopt;
+    return HeadPadding{m_config.value_dim, dim, of_columns};
+  }
+
   /// Appends the rows of a map with `heads` heads for each KV head, which follow `first` others in
   /// the part of the KV head in one tensor of q, k and v (TensorNames::qkv_by_head).
   void append_heads(Ranges& rows, const Ranges& of_map, std::int64_t heads,
@@ -367,6 +399,17 @@ class LayerReader {
       for (std::int64_t row = begin; row < end; ++row) {
         const std::int64_t head = row / dim;
         append_row(rows, (head / heads * block + first + head % heads) * dim + row % dim);
+      }
+    }
+  }
+
+  /// Appends the rows of a map of which each shard of the tensor has `shard` rows, after those of
+  /// `before` other maps (TensorNames::qkv_shards).
+  static void append_shards(Ranges& rows, const Ranges& of_map, std::int64_t shard,
+                            std::int64_t before) {
+    for (const auto& [begin, end] : of_map) {
+      for (std::int64_t row = begin; row < end; ++row) {
+        append_row(rows, (row / shard * 3 + before) * shard + row % shard);
       }
     }
   }
@@ -391,7 +434,8 @@ class LayerReader {
 
   void read_head_norms(int index, Layer& layer) const {
     if (m_config.qk_norm == QkNorm::none || m_config.qk_norm == QkNorm::unit) return;
-    const std::int64_t dim = m_config.head_dim_of(index), group = m_config.query_group();
+    const std::int64_t dim = m_config.head_dim_of(index), all = m_config.query_heads_of(index);
+    const std::int64_t group = all / m_config.num_key_value_heads;
     const bool of_rows = m_config.qk_norm == QkNorm::row;
     const bool of_layers = m_config.qk_norm == QkNorm::layer_of_head;
     const auto norm_of = [&](std::string_view name, std::int64_t heads, const Ranges& own) {
@@ -409,10 +453,9 @@ class LayerReader {
       q_heads.emplace_back(head * group, (head + 1) * group);
       kv_heads.emplace_back(head, head + 1);
     }
-    layer.q_norm = norm_of(m_names.q_norm, m_config.num_attention_heads, q_heads);
+    layer.q_norm = norm_of(m_names.q_norm, all, q_heads);
     if (m_config.rows_of(index) != index) return;
     layer.k_norm = norm_of(m_names.k_norm, m_config.num_key_value_heads, kv_heads);
-    const std::int64_t all = m_config.num_attention_heads;
     const std::int64_t all_keys = m_config.num_key_value_heads;
     const bool needs_all = (of_rows || of_layers) && m_partition.n_ranks() > 1;
     if (needs_all) {
@@ -505,13 +548,19 @@ class LayerReader {
     const Ranges own = own_part(width);
     Ranges rows = own;
     append_shifted(rows, own, width);
+    const bool has_own = !m_names.experts_up.empty();  // tensors for gate and up
     const auto gate_and_up = [&](const char* ending) -> std::vector<TensorRows> {
+      if (has_own) {
+        const TensorSlice slice{expert, experts.count, false, true, true};
+        return {{m_prefix + std::string(m_names.experts_gate), width, own, slice},
+                {m_prefix + std::string(m_names.experts_up), width, own, slice}};
+      }
       return {{fmt::format("{}{}{}", m_prefix, m_names.experts_gate_up, ending), 2 * width, rows,
                TensorSlice{expert, experts.count, m_names.alternates, m_names.rows_first}}};
     };
     const auto down = [&](const char* ending) -> std::vector<TensorRows> {
       return {{fmt::format("{}{}{}", m_prefix, m_names.experts_down, ending), m_config.hidden_size,
-               m_hidden, TensorSlice{expert, experts.count, false, m_names.rows_first}}};
+               m_hidden, TensorSlice{expert, experts.count, false, m_names.rows_first, has_own}}};
     };
     FeedForward result;
     result.gate_up = m_source.linear(gate_and_up(""), m_config.hidden_size, m_hidden);
@@ -535,7 +584,7 @@ class LayerReader {
       layer.correction = m_source.vector({rows});
     }
     for (std::int64_t e = 0; e < experts.count; ++e) {
-      if (!m_names.experts_gate_up.empty()) {
+      if (!m_names.experts_down.empty()) {
         layer.experts.push_back(fused_expert(e, experts));
         continue;
       }
@@ -613,14 +662,22 @@ std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const M
   if (config.embeds_positions && rank == 0) {
     const std::int64_t first = names.first_position, end = first + positions;
     weights->positions =
-        source.matrix({{fmt::format("{}.weight", names.positions), end, {{first, end}}}},
-                      config.hidden_size, all_hidden);
+        names.has_sinusoids
+            ? source.sinusoids(first, end, config.hidden_size)
+            : source.matrix({{fmt::format("{}.weight", names.positions), end, {{first, end}}}},
+                            config.hidden_size, all_hidden);
   }
   if (config.head_bias) weights->head_bias = source.vector(rows_of(names.head, "bias"));
   StreamReader(source, config, partition.n_ranks(), rank).read(*weights);
   LayerReader reader(source, config, partition, rank);
   weights->embedding_norm = reader.norm(names.embedding_norm);
   weights->final_norm = reader.norm(names.final_norm);
+  if (!names.output_map.empty()) {
+    weights->output_map = source.linear(
+        {{fmt::format("{}.weight", names.output_map), config.hidden_size, all_hidden}},
+        config.hidden_size, all_hidden);
+    weights->output_map_norm = reader.norm(names.output_map_norm);
+  }
   report(1);
   for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
     weights->layers.push_back(reader.read(l, weights->layers));

@@ -233,6 +233,7 @@ ModelConfig with_window_rope(const ModelConfig& config) {
     other.rope_theta = *config.window_rope_theta;
     other.rope_scaling.reset();
     other.turning_part = 1;
+    if (config.window_rotary_dim > 0) other.rotary_dim = config.window_rotary_dim;
     for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
       if (config.layer(l).window > 0) other.head_dim = config.head_dim_of(l);
     }

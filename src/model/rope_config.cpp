@@ -56,7 +56,10 @@ void read_rotary_dim(ConfigFields& fields, const RopeRules& rules, ModelConfig& 
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     const json* const object = fields.get(key);
     if (object == nullptr || !object->is_object()) continue;
-    ConfigFields nested(*object, fields.file(), key);
+    const auto of_full = object->find("full_attention");
+    const bool has_kinds = rules.default_window_theta > 0 && of_full != object->end();
+    if (has_kinds && !of_full->is_object()) continue;  // parse_rope refuses it
+    ConfigFields nested(has_kinds ? *of_full : *object, fields.file(), key);
     const auto own = nested.find_number(rotary_factor_field, 0, 1);
     if (own && factor && *own != *factor) {
       nested.fail(rotary_factor_field, fmt::format("{} as elsewhere in the file", *factor),
@@ -292,6 +295,8 @@ void read_window_rope(ConfigFields& fields, const RopeRules& rules, const json*&
     theta = fields.find_number("rope_local_base_freq", smallest_float, largest_float)
                 .value_or(rules.default_window_theta);
   }
+  std::optional<double> factor;
+  if (rules.default_window_factor > 0) factor = rules.default_window_factor;
   const char* const field = "rope_parameters";
   if (current != nullptr && current->is_object() &&
       (current->contains("full_attention") || current->contains("sliding_attention"))) {
@@ -302,15 +307,27 @@ void read_window_rope(ConfigFields& fields, const RopeRules& rules, const json*&
       if (!own->is_object()) kinds.fail("sliding_attention", "an object", files::described(*own));
       ConfigFields nested(*own, fields.file(), std::string(field) + ".sliding_attention");
       nested.require("rope_type", "default");
-      nested.require("partial_rotary_factor", 1);
+      if (!factor) nested.require(rotary_factor_field, 1);
+      const auto stated_factor = nested.find_number(rotary_factor_field, 0, 1);
+      if (factor && stated_factor) factor = stated_factor;
       if (const auto stated = find_theta(nested)) theta = stated;
       nested.warn_unknown({}, config.warnings);
+    } else {
+      factor.reset();  // there are no such layers
     }
     // transformers 5.24 leaves those of older files here, and ignores them.
     for (const char* older : {"rope_theta", "rope_type"}) kinds.get(older);
     kinds.warn_unknown({}, config.warnings);
   }
   config.window_rope_theta = theta;
+  if (!factor) return;
+  config.window_rotary_dim =
+      static_cast<std::int64_t>(static_cast<double>(config.head_dim) * *factor);
+  if (config.window_rotary_dim < 2 || config.window_rotary_dim % 2 != 0) {
+    fields.fail(fmt::format("{}.sliding_attention.{}", field, rotary_factor_field),
+                "an even number of rotated dimensions above 0",
+                fmt::format("{} of {}", config.window_rotary_dim, config.head_dim));
+  }
 }
 
 }  // namespace

@@ -25,6 +25,9 @@ struct RopeRules {
   /// Layers with a window have this base and no scaling, without rope_local_base_freq or
   /// rope_parameters.sliding_attention; 0: the family has no such fields.
   double default_window_theta = 0;
+  /// The part of a head's dimensions that RoPE rotates in these layers, without
+  /// partial_rotary_factor; 0: it rotates whole heads.
+  double default_window_factor = 0;
   /// Layers with a window have no scaling, and the base of the others without
   /// rope_parameters.sliding_attention.
   bool windows_are_unscaled = false;

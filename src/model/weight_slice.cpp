@@ -83,13 +83,15 @@ std::unique_ptr<StoredTensor> open_slice(const WeightStore& store, const std::st
     return std::make_unique<SlicedTensor>(store.at(name, {slice.count, rows}), slice, rows, 1,
                                           true);
   }
-  if (slice.rows_first || store.has(name + "_blocks")) {
-    return std::make_unique<SlicedTensor>(store.at(name, {slice.count, rows, columns}), slice, rows,
-                                          columns, false);
+  const bool is_transposed = !slice.rows_first && !store.has(name + "_blocks");
+  std::vector<std::int64_t> shape = {rows, columns};
+  if (is_transposed) std::swap(shape[0], shape[1]);
+  if (slice.is_flat) {
+    shape[0] *= slice.count;
+  } else if (slice.count > 0) {
+    shape.insert(shape.begin(), slice.count);
   }
-  std::vector<std::int64_t> shape = {columns, rows};
-  if (slice.count > 0) shape.insert(shape.begin(), slice.count);
-  return std::make_unique<SlicedTensor>(store.at(name, shape), slice, rows, columns, true);
+  return std::make_unique<SlicedTensor>(store.at(name, shape), slice, rows, columns, is_transposed);
 }
 
 std::unique_ptr<StoredTensor> WeightStore::slice(const std::string& name, const TensorSlice& slice,

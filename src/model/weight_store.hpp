@@ -71,6 +71,8 @@ struct TensorSlice {
   bool alternates = false;
   /// The tensor has the shape (count, rows, columns).
   bool rows_first = false;
+  /// The first two extents of the tensor are one.
+  bool is_flat = false;
 };
 
 /// The weights of one model or surrogate.

@@ -211,6 +211,14 @@ bool WeightSource::plans(std::int64_t rows, std::int64_t columns, std::int64_t b
 
 std::unique_ptr<StoredTensor> WeightSource::open(const TensorRows& part,
                                                  std::int64_t columns) const {
+  if (part.padding) {
+    const HeadPadding padding = *part.padding;
+    TensorRows stored{part.name, part.extent, {}};
+    std::int64_t& padded = padding.of_columns ? columns : stored.extent;
+    const std::int64_t all = columns;
+    padded = padded / padding.padded * padding.stored;
+    return pad_heads(open(stored, columns), padding, all);
+  }
   if (part.slice) return m_store.slice(part.name, *part.slice, part.extent, columns);
   if (part.is_scalar) return m_store.at(part.name, {});
   if (part.is_column) return m_store.at(part.name, {1, 1, part.extent, 1});
@@ -391,6 +399,26 @@ Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorR
   }
   if (summand != 0 || factor != 1) {
     for (float* value = host.data(); value < target; ++value) *value = factor * (*value + summand);
+  }
+  Kokkos::deep_copy(view, host);
+  return view;
+}
+
+Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> WeightSource::sinusoids(
+    std::int64_t first, std::int64_t end, std::int64_t columns) const {
+  if (plans(end - first, columns, sizeof(float))) return {};
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> view(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::weights::sinusoids"), end - first,
+      columns);
+  const auto host = Kokkos::create_mirror_view(view);
+  const std::int64_t half = columns / 2;
+  const float step = static_cast<float>(std::log(10000.0) / static_cast<double>(half - 1));
+  for (std::int64_t row = first; row < end; ++row) {
+    for (std::int64_t c = 0; c < half; ++c) {
+      const float angle = static_cast<float>(row) * std::exp(static_cast<float>(c) * -step);
+      host(row - first, c) = std::sin(angle);
+      host(row - first, half + c) = std::cos(angle);
+    }
   }
   Kokkos::deep_copy(view, host);
   return view;

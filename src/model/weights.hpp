@@ -12,6 +12,7 @@
 
 #include "linalg/gemm.hpp"
 #include "linalg/linear_weights.hpp"
+#include "model/padded_tensor.hpp"
 #include "model/weight_store.hpp"
 
 namespace kvzap::model {
@@ -32,6 +33,8 @@ struct TensorRows {
   bool is_column = false;
   /// The tensor is one value, without extents.
   bool is_scalar = false;
+  /// The tensor's heads are padded; extents and ranges count the padding.
+  std::optional<HeadPadding> padding = std::nullopt;
 };
 
 inline void append_shifted(Ranges& ranges, const Ranges& added, std::int64_t by) {
@@ -83,6 +86,12 @@ class WeightSource {
   /// `summand`, times `factor`.
   Kokkos::View<float*, MemorySpace> vector(const std::vector<TensorRows>& parts, float summand = 0,
                                            float factor = 1) const;
+
+  /// Returns rows first … end - 1 of a table (row, column): sin(row f^c), then cos(row f^c) for c
+  /// from 0 to columns / 2 - 1, where f^(columns / 2 - 1) = 1 / 10000 (XGLM).
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> sinusoids(std::int64_t first,
+                                                                    std::int64_t end,
+                                                                    std::int64_t columns) const;
 
   /// Returns `count` ones.
   Kokkos::View<float*, MemorySpace> ones(std::int64_t count) const;

@@ -51,7 +51,9 @@ from transformers import Mistral4Config, Mistral4ForCausalLM
 from transformers.masking_utils import eager_mask
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
+from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
+from transformers.models.xglm import modeling_xglm
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "families"
@@ -1622,6 +1624,151 @@ FAMILIES = {
         use_qkv_bias=True,
         rope_parameters=rope(8000000.0),
     ),
+    # Values are smaller than keys.
+    "mimo_v2_flash": family(
+        "mimo_v2_flash",
+        "rope_parameters",
+        num_hidden_layers=4,
+        layer_types=[FULL, WINDOW_KIND, WINDOW_KIND, FULL],
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        sliding_window=24,
+        num_key_value_heads=4,
+        head_dim=24,
+        v_head_dim=14,
+        attention_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        rms_norm_eps=1e-5,
+        attention_value_scale=0.6,
+    ),
+    # Three and four ranks share its KV heads.
+    "mimo_v2_full": family(
+        "mimo_v2_flash",
+        layer_types=[FULL] * 3,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        v_head_dim=10,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=20,
+        attention_value_scale=None,
+        rope_parameters={FULL: rope(50000.0, partial_rotary_factor=0.5)},
+    ),
+    # Layers with windows have more query heads.
+    "laguna": family(
+        "laguna",
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        layer_types=SLIDING,
+        sliding_window=24,
+        num_attention_heads=4,
+        num_attention_heads_per_layer=[12, 4, 8, 4],
+        attention_bias=True,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=12,
+        moe_routed_scaling_factor=1.6,
+        rope_parameters={
+            FULL: {
+                "rope_type": "yarn",
+                "rope_theta": 500000.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+            WINDOW_KIND: rope(10000.0, partial_rotary_factor=0.75),
+        },
+    ),
+    "laguna_elements": family(
+        "laguna",
+        gating="per-element",
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=16,
+        rope_parameters={FULL: rope(500000.0)},
+    ),
+    "modernbert_decoder": family(
+        "modernbert-decoder",
+        *OWN_NAMES,
+        "rope_parameters",
+        hidden_size=96,
+        num_attention_heads=6,
+        intermediate_size=40,
+        num_hidden_layers=4,
+        layer_types=[FULL, WINDOW_KIND, WINDOW_KIND, FULL],
+        local_attention=48,
+        hidden_activation="gelu",
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        cls_token_id=1,
+        sep_token_id=2,
+    ),
+    "xglm": family(
+        "xglm",
+        *OWN_NAMES,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "rope_parameters",
+        d_model=96,
+        attention_heads=6,
+        num_layers=3,
+        ffn_dim=40,
+        max_position_embeddings=160,
+    ),
+    "gpt_neox_japanese": family(
+        "gpt_neox_japanese",
+        *OWN_NAMES,
+        hidden_size=48,
+        num_attention_heads=4,
+        intermediate_multiple_size=2,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.5),
+    ),
+    "codegen": family(
+        "codegen",
+        *OWN_NAMES,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "rope_parameters",
+        n_embd=96,
+        n_head=6,
+        n_layer=3,
+        n_positions=160,
+        n_inner=40,
+        rotary_dim=8,
+    ),
+    "dbrx": family(
+        "dbrx",
+        *OWN_NAMES,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        d_model=96,
+        n_heads=6,
+        n_layers=3,
+        max_seq_len=4096,
+        attn_config={"kv_n_heads": 3, "clip_qkv": 1.5, "rope_theta": 50000.0},
+        ffn_config={"ffn_hidden_size": 18, "moe_num_experts": 8, "moe_top_k": 3},
+        rope_parameters=rope(50000.0),
+    ),
     "emu3_text_model": family(
         "emu3_text_model",
         head_dim=12,
@@ -1678,7 +1825,7 @@ ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_
 # Their layers without windows have no RoPE.
 FULL_WITHOUT_ROPE = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe", "flint", "kolibri1")
 # Their layers have no RoPE, and no field for it.
-WITHOUT_ROPE = ("opt", "biogpt", "gpt_neo", "jamba")
+WITHOUT_ROPE = ("opt", "biogpt", "gpt_neo", "jamba", "xglm")
 # Their RoPE turns neighbouring dimensions.
 INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium", "cohere", "gptj")
 # Their config.json has no layer_types, as those of checkpoints from before that field.
@@ -1708,7 +1855,8 @@ def spread(name, shape, config):
         return config.hidden_size_per_layer_input**-0.5, 0.0
     if name.endswith("act_fn.eps"):
         return 0.0, -1e-6
-    if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
+    own_name = name.replace("norm_attn_norm.", "")  # a block of DBRX
+    if ("norm" in own_name or "ln_" in own_name) and not name.endswith("bias"):
         return 0.2, 0.0 if config.model_type in ADDS_ONE and "linear_attn" not in name else 1.0
     if name.endswith(".D"):
         return 0.3, 1.0
@@ -1719,16 +1867,16 @@ def spread(name, shape, config):
         return 0.3, 0.0
     if name.endswith(("wpe.weight", "embed_positions.weight")):
         return 0.7, 0.0
-    if any(part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte")):
+    if any(part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte", "tok_embeddings")):
         # With the same matrix at both ends, small embeddings keep the model from repeating a token.
         deviation = 0.25 if config.tie_word_embeddings else 1.0
-        is_scaled = "gemma" in config.model_type or config.model_type in ("afmoe", "biogpt")
+        is_scaled = "gemma" in config.model_type or config.model_type in ("afmoe", "biogpt", "xglm")
         scale = config.hidden_size**0.5 if is_scaled else 1.0
         return deviation / getattr(config, "embedding_multiplier", scale), 0.0
     gain = 1.3
-    if name.endswith(("gate.weight", "router.weight", "classifier.weight")):
+    if name.endswith(("gate.weight", "router.weight", "router.layer.weight", "classifier.weight")):
         gain = 2.0
-    elif any(part in name for part in ("lm_head", "q_proj", "k_proj", "query_key_value", "c_attn")):
+    elif any(part in name for part in ("lm_head", "q_proj", "k_proj", "query_key_value", "c_attn", "qkv")):
         gain = 1.0 if config.model_type == "gpt_neo" else 2.0  # its attention has no scale
         if config.model_type.startswith("zamba"):
             gain = 1.2  # a larger scale
@@ -1773,6 +1921,8 @@ def make_model(fields, folder, seed):
 def kv_heads(config):
     if config.model_type == "falcon":
         return config.num_kv_heads if config.new_decoder_architecture else 1
+    if config.model_type == "dbrx":
+        return config.attn_config.kv_n_heads
     if hasattr(config, "kv_lora_rank"):
         return 1
     if config.model_type.startswith("gemma4"):
@@ -1808,6 +1958,10 @@ def load(folder):
         # It chooses all tokens of texts as short as these. Its keys are not pruned with the rows.
         if hasattr(module, "indexer") and module.indexer is not None:
             module.indexer.forward = lambda *arguments, **named: None
+    if model.config.model_type == "dbrx":
+        for module in model.modules():
+            if type(module).__name__ == "DbrxRouter":
+                module.top_k = model.config.ffn_config.moe_top_k
     if model.config.model_type == "nemotron_h":
         for block in model.model.layers:
             if block.block_type == "full_attention":
@@ -1853,12 +2007,17 @@ OTHER_PARTS = {
     "gpt2": ("transformer", "h", "attn"),
     "gpt_bigcode": ("transformer", "h", "attn"),
     "gptj": ("transformer", "h", "attn"),
+    "codegen": ("transformer", "h", "attn"),
+    "xglm": ("model", "layers", "self_attn"),
+    "gpt_neox_japanese": ("gpt_neox_japanese", "layers", "attention"),
+    "modernbert-decoder": ("model", "layers", "attn"),
+    "dbrx": ("transformer", "blocks", "norm_attn_norm.attn"),
     "gpt_neo": ("transformer", "h", "attn.attention"),
     "opt": ("model.decoder", "layers", "self_attn"),
     "biogpt": ("biogpt", "layers", "self_attn"),
 }
 # One map for queries, keys and values.
-ONE_MAP = ("gpt_neox", "falcon", "gpt2", "gpt_bigcode", "persimmon")
+ONE_MAP = ("gpt_neox", "falcon", "gpt2", "gpt_bigcode", "persimmon", "codegen", "dbrx", "gpt_neox_japanese")
 
 
 def rename_parts(model, decoder, layers, attention):
@@ -1880,6 +2039,7 @@ def rename_parts(model, decoder, layers, attention):
     model.config.num_key_value_heads = kv_heads(model.config)
     for block in model.model.layers:
         block.self_attn = operator.attrgetter(attention)(block)
+        block.self_attn.config = model.config
         block.self_attn.head_dim = model.config.hidden_size // model.config.num_attention_heads
         block.self_attn.register_forward_pre_hook(by_name, with_kwargs=True)
 
@@ -2012,6 +2172,39 @@ class GPTNeoAttention(modeling_gpt_neo.GPTNeoSelfAttention):
 
 
 modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES["exact"] = GPTNeoAttention
+
+
+class XGLMAttention(modeling_xglm.XGLMAttention):
+    """XGLM's attention, which has no interface for another one."""
+
+    def forward(self, hidden_states, cache=None, **kwargs):
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        heads = [part(hidden_states).unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2) for part in maps]
+        key, value = cache.update(heads[1], heads[2], self.layer_idx)
+        output, weights = family_attention(self, heads[0], key, value, None, self.scaling)
+        return self.out_proj(output.flatten(2)), weights
+
+
+modeling_xglm.XGLMAttention = XGLMAttention
+
+
+class GPTNeoXJapaneseAttention(modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention):
+    """GPT-NeoX Japanese's attention, which has no interface for another one."""
+
+    def forward(self, hidden_states, layer_past=None, position_embeddings=None, **kwargs):
+        rows = self.query_key_value(hidden_states).unflatten(2, (self.num_attention_heads, 3, self.head_size))
+        query, key, value = (part.transpose(1, 2) for part in rows.unbind(3))
+        turn = modeling_gpt_neox_japanese.apply_rotary_pos_emb
+        turned = turn(query[..., : self.rotary_ndims], key[..., : self.rotary_ndims], *position_embeddings)
+        query, key = (
+            torch.cat((own, whole[..., self.rotary_ndims :]), dim=-1) for own, whole in zip(turned, (query, key))
+        )
+        key, value = layer_past.update(key, value, self.layer_idx)
+        output, weights = family_attention(self, query, key, value, None, self.head_size**-0.5)
+        return self.dense(output.flatten(2)), weights, self.dense_bias
+
+
+modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention = GPTNeoXJapaneseAttention
 
 
 class CountingCache(DynamicCache):
@@ -2157,6 +2350,8 @@ def why_not_expected_attention(config):
         return "kvpress scales scores by the root of head_dim"
     if config.model_type == "nemotron_h":
         return "kvpress rotates the queries of layers without RoPE"
+    if config.model_type in ("mimo_v2_flash", "laguna", "modernbert-decoder"):
+        return "kvpress knows one RoPE for all layers"
     if config.model_type in INTERLEAVED:
         return "kvpress rotates halves of heads"
     if config.model_type in WITHOUT_ROPE:
@@ -2186,7 +2381,7 @@ def why_not_expected_attention(config):
 
 
 def compress_latents(press):
-    """ScorerPress.compress for rows that have a latent and a key of RoPE, of other dimensions."""
+    """ScorerPress.compress for values of other dimensions than keys, as latents and keys of RoPE are."""
 
     def compress(module, hidden_states, keys, values, attentions, kwargs):
         scores = press.score(module, hidden_states, keys, values, attentions, kwargs)
@@ -2215,7 +2410,7 @@ def policy_runs(model, prompt, margins, tensors):
         scores = []
         skip_windows(press, model.config)
         press.score = watched(press.score, scores)
-        if hasattr(model.config, "kv_lora_rank"):
+        if hasattr(model.config, "v_head_dim"):
             compress_latents(press)
         # SnapKV takes the model's own attention, which has its scale and norms, instead of computing
         # attention from hidden states.

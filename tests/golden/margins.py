@@ -4,6 +4,7 @@ import torch
 from transformers.models.afmoe.modeling_afmoe import AfmoeTokenChoiceRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
+from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
@@ -75,6 +76,8 @@ def watch_routers(model, margins):
             scores = module.moe_statics(scores.softmax(dim=-1))
         elif isinstance(module, Llama4Router):
             scores = output[1]
+        elif isinstance(module, LagunaTopKRouter):
+            scores = scores.sigmoid() + module.e_score_correction_bias
         elif isinstance(module, Kolibri1TopKRouter):
             scores = scores + module.e_score_correction_bias
         elif isinstance(module, LongcatFlashTopkRouter):

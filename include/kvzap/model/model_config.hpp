@@ -385,6 +385,10 @@ struct LayerConfig {
   /// Attention and feed-forward part have the weights of this earlier layer
   /// (SharedBlocksConfig). -1: their own.
   std::int64_t weights_of = -1;
+  /// Of a layer with a window: query heads; 0: ModelConfig::num_attention_heads.
+  std::int64_t query_heads = 0;
+  /// The layer has the sinks of ModelConfig::has_sinks.
+  bool has_sinks = true;
 
   bool has_attention() const {
     return mixing == TokenMixing::attention || mixing == TokenMixing::attention_and_state_space ||
@@ -491,8 +495,6 @@ struct ModelConfig {
   /// The output of attention is multiplied by the sigmoid of gates, which q_proj gives beside the
   /// queries (Qwen3-Next).
   bool gates_attention = false;
-  /// Each query head has one gate (LFM3), not one for each dimension.
-  bool gates_whole_heads = false;
   std::optional<DeltaNetConfig> delta_net;
   std::optional<ShortConvolutionConfig> short_convolution;
   std::optional<StateSpaceConfig> state_space;
@@ -513,6 +515,15 @@ struct ModelConfig {
   /// A learned number multiplies the output of each layer (Gemma 4).
   bool scales_layers = false;
   std::optional<NormedResiduals> normed_residuals;
+  /// Dimensions of a value, at most head_dim; 0: head_dim. The engine pads values with zeros to
+  /// head_dim, so rows of the cache have one size (MiMo-V2).
+  std::int64_t value_dim = 0;
+  /// rotary_dim of layers with a window_rope_theta; 0: the same.
+  std::int64_t window_rotary_dim = 0;
+  /// A gate of attention is one for a whole head (LFM3, Laguna).
+  bool gates_heads = false;
+  /// The softplus of gates of attention counts, not their sigmoid (Laguna).
+  bool has_softplus_gates = false;
   /// One entry for each layer; empty: all layers are LayerConfig().
   std::vector<LayerConfig> layers;
   /// One line for each unknown field that may have an effect. These fields are ignored.
@@ -542,8 +553,8 @@ struct ModelConfig {
     const std::int64_t other = layer(index).rows_of;
     return other < 0 ? index : other;
   }
-  /// Returns the sizes of a layer's attention: dimensions of a head, KV heads, and query heads of
-  /// each.
+  /// Returns the sizes of a layer's attention: dimensions of a head, KV heads, query heads, and
+  /// query heads of each KV head.
   std::int64_t head_dim_of(std::int64_t index) const {
     const std::int64_t own = layer(index).head_dim;
     return own == 0 ? head_dim : own;
@@ -551,8 +562,12 @@ struct ModelConfig {
   std::int64_t kv_heads_of(std::int64_t index) const {
     return num_key_value_heads * layer(index).kv_heads_factor;
   }
+  std::int64_t query_heads_of(std::int64_t index) const {
+    const std::int64_t own = layer(index).query_heads;
+    return own == 0 ? num_attention_heads : own;
+  }
   std::int64_t query_group_of(std::int64_t index) const {
-    return num_attention_heads / kv_heads_of(index);
+    return query_heads_of(index) / kv_heads_of(index);
   }
   /// Returns the dimensions of a head that RoPE rotates.
   std::int64_t rotated_dims() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
@@ -639,7 +654,8 @@ RopeScaling rope_scaling_by_factor(const ModelConfig& config, RopeType type, dou
 std::vector<float> rope_inverse_frequencies(const ModelConfig& config, std::int64_t length = 0);
 
 /// Returns the description of the RoPE that layers with a window have: `config` with the base
-/// window_rope_theta, no scaling, and the head_dim of these layers; or `config` itself.
+/// window_rope_theta, no scaling, and the head_dim and window_rotary_dim of these layers; or
+/// `config` itself.
 ModelConfig with_window_rope(const ModelConfig& config);
 
 }  // namespace kvzap

@@ -7,7 +7,9 @@ namespace kvzap::model {
 const Family apertus = [] {
   Family family;
   family.class_name = "ApertusForCausalLM";
+  family.other_classes = {"Apertus1p5TextForCausalLM"};
   family.model_type = "apertus";
+  family.text_types = {"apertus1p5_text"};
   family.tested = family_tests;
   family.default_norm_eps = 1e-5;
   family.rope.default_theta = 12000000;
@@ -22,6 +24,10 @@ const Family apertus = [] {
     config.qk_norm = QkNorm::head;
     config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
     ignore_bias(fields, "mlp_bias", config);
+    // Apertus 1.5 may have a head for a part of the vocabulary.
+    if (fields.get("output_vocab_size") != nullptr) {
+      fields.require("output_vocab_size", config.vocab_size);
+    }
     // Fields of the program that trained the models.
     fields.require("post_norm", false);
     fields.require("qk_norm", true);

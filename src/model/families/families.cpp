@@ -117,6 +117,15 @@ constexpr const Family* all_families[] = {
     &iquestcoder,
     &sarvam_moe,
     &emu3,
+    &mimo_v2_flash,
+    &laguna,
+    &codegen,
+    &dbrx,
+    &phi4_multimodal,
+    &phi4mm,
+    &modernbert_decoder,
+    &xglm,
+    &gpt_neox_japanese,
 };
 
 }  // namespace

@@ -22,11 +22,17 @@ struct TensorNames {
   std::string_view embedding = "model.embed_tokens";
   std::string_view final_norm = "model.norm";
   std::string_view head = "lm_head";
+  // A map and a norm between the final norm and the head, with the activation of feed-forward parts
+  // in between; empty: none.
+  std::string_view output_map = "";
+  std::string_view output_map_norm = "";
   std::string_view positions = "";       // of the embedding
   std::int64_t first_position = 0;       // its row; rows before it are unused
+  bool has_sinusoids = false;            // instead of a table, see WeightSource::sinusoids
   std::string_view embedding_norm = "";  // of the sum of both; empty: none
   // Norms of the input and of the output of attention and feed-forward part; empty: no such norm.
   std::string_view attention_in = "input_layernorm";
+  bool first_has_attention_norm = true;  // the first layer has attention_in
   std::string_view attention_out = "";
   std::string_view feed_forward_in = "post_attention_layernorm";
   std::string_view feed_forward_out = "";
@@ -40,6 +46,7 @@ struct TensorNames {
   std::string_view key = "self_attn.k_proj";
   std::string_view value = "self_attn.v_proj";
   std::string_view output = "self_attn.o_proj";
+  std::string_view last_output_bias = "";  // of the last layer's output alone, the whole name
   // RMS norms of the inputs of the last map of attention and of dense feed-forward parts.
   std::string_view attention_inner = "";
   std::string_view feed_forward_inner = "";
@@ -62,6 +69,8 @@ struct TensorNames {
   std::string_view gate_up = "";
   // qkv has the rows of each KV head together: those of its queries, its key and its value.
   bool qkv_by_head = false;
+  // qkv has this many shards, each with its part of the rows of queries, values and keys; 0: none.
+  int qkv_shards = 0;
   // The block of the dense feed-forward part (empty: none), and its maps.
   std::string_view feed_forward = "mlp";
   std::string_view gate = "gate_proj";
@@ -87,6 +96,10 @@ struct TensorNames {
   std::string_view experts_down = "";
   bool alternates = false;
   bool rows_first = false;  // (expert, output, input)
+  // Or gate and up in tensors (expert * output, input) of their own, beside `experts_down` (expert
+  // * input, output).
+  std::string_view experts_gate = "";
+  std::string_view experts_up = "";
   std::string_view shared = "mlp.shared_experts";
   // The maps of the shared expert, if gate and up are one tensor; empty: as in `shared`.
   std::string_view shared_gate_up = "";

@@ -1,6 +1,9 @@
 // GPT-2: learned embeddings of positions instead of RoPE, LayerNorms, biases everywhere, and maps
 // stored as (inputs, outputs). GPT-BigCode (StarCoder): the same with one KV head and usual maps.
-// GPT-J: RoPE, and parallel parts that share a norm.
+// GPT-J: RoPE, and parallel parts that share a norm. CodeGen: GPT-J with one tensor for queries,
+// values and keys, in shards.
+#include <fmt/format.h>
+
 #include "model/families/families.hpp"
 
 namespace kvzap::model {
@@ -65,6 +68,33 @@ void read_gpt2(ConfigFields& fields, std::int64_t kv_heads, ModelConfig& config)
   if (config.num_key_value_heads != kv_heads) fields.require("num_key_value_heads", kv_heads);
 }
 
+/// GPT-J and CodeGen.
+Family rotary_family() {
+  Family family = gpt2_family();
+  family.rename = [](nlohmann::json& content) {
+    rename_gpt2(content);
+    if (!content.contains("rotary_dim")) content["rotary_dim"] = 64;
+  };
+  family.rope.default_rotary_factor = 1;
+  family.rope.is_interleaved = true;
+  family.tensors.feed_forward_in = "";
+  family.tensors.output = "attn.out_proj";
+  family.tensors.up = "fc_in";
+  family.tensors.down = "fc_out";
+  return family;
+}
+
+void read_rotary(ConfigFields& fields, ModelConfig& config) {
+  read_gpt2_names(fields, config);
+  config.is_parallel = config.shares_norm = true;
+  config.activation = read_activation(fields, "activation_function", Activation::gelu_tanh);
+  config.mlp_bias = config.head_bias = true;
+  if (config.num_key_value_heads != config.num_attention_heads) {
+    fields.require("num_key_value_heads", config.num_attention_heads);
+  }
+  for (const char* field : {"rotary", "scale_attn_by_inverse_layer_idx"}) fields.get(field);
+}
+
 }  // namespace
 
 const Family gpt2 = [] {
@@ -102,32 +132,30 @@ const Family gpt_bigcode = [] {
 }();
 
 const Family gptj = [] {
-  Family family = gpt2_family();
+  Family family = rotary_family();
   family.class_name = "GPTJForCausalLM";
   family.model_type = "gptj";
-  family.rename = [](nlohmann::json& content) {
-    rename_gpt2(content);
-    if (!content.contains("rotary_dim")) content["rotary_dim"] = 64;
-  };
-  family.rope.default_rotary_factor = 1;
-  family.rope.is_interleaved = true;
-  family.read = [](ConfigFields& fields, ModelConfig& config) {
-    read_gpt2_names(fields, config);
-    config.is_parallel = config.shares_norm = true;
-    config.activation = read_activation(fields, "activation_function", Activation::gelu_tanh);
-    config.mlp_bias = config.head_bias = true;
-    if (config.num_key_value_heads != config.num_attention_heads) {
-      fields.require("num_key_value_heads", config.num_attention_heads);
-    }
-    for (const char* field : {"rotary", "scale_attn_by_inverse_layer_idx"}) fields.get(field);
-  };
-  family.tensors.feed_forward_in = "";
+  family.read = read_rotary;
   family.tensors.query = "attn.q_proj";
   family.tensors.key = "attn.k_proj";
   family.tensors.value = "attn.v_proj";
-  family.tensors.output = "attn.out_proj";
-  family.tensors.up = "fc_in";
-  family.tensors.down = "fc_out";
+  return family;
+}();
+
+const Family codegen = [] {
+  static constexpr int shards = 4;
+  Family family = rotary_family();
+  family.class_name = "CodeGenForCausalLM";
+  family.model_type = "codegen";
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_rotary(fields, config);
+    if (fields.get("rotary_dim") == nullptr) fields.fail("rotary_dim", "a number", "null");
+    if (config.hidden_size % shards == 0) return;
+    fields.fail("n_embd", fmt::format("a multiple of {}, the shards of q, k and v", shards),
+                fmt::format("{}", config.hidden_size));
+  };
+  family.tensors.qkv = "attn.qkv_proj";
+  family.tensors.qkv_shards = shards;
   return family;
 }();
 

@@ -56,7 +56,7 @@ void read_lfm3(ConfigFields& fields, ModelConfig& config) {
   constexpr const char* field = "layer_types";
   constexpr std::string_view convolved = "conv", sliding = "sliding_attention";
   config.qk_norm = QkNorm::head;
-  config.gates_attention = config.gates_whole_heads = fields.flag("use_attention_gate", true);
+  config.gates_attention = config.gates_heads = fields.flag("use_attention_gate", true);
   config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
   config.norms_outputs = fields.flag("use_sandwich_norm", true);
   read_convolution(fields, 7, config);

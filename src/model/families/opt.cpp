@@ -1,5 +1,5 @@
 // OPT and BioGPT: learned embeddings of positions, whose table begins with two unused rows,
-// LayerNorms, and biases everywhere.
+// LayerNorms, and biases everywhere. XGLM: the same with sinusoids for positions.
 #include <cmath>
 
 #include "model/families/families.hpp"
@@ -85,6 +85,34 @@ const Family biogpt = [] {
   family.tensors.positions = "biogpt.embed_positions";
   family.tensors.final_norm = "biogpt.layer_norm";
   family.tensors.head = "output_projection";
+  return family;
+}();
+
+const Family xglm = [] {
+  Family family = opt_family();
+  family.class_name = "XGLMForCausalLM";
+  family.model_type = "xglm";
+  family.norm_eps_field = "norm_eps";  // the class has the eps of PyTorch
+  family.rename = [](nlohmann::json& content) {
+    rename_field(content, "d_model", "hidden_size");
+    rename_field(content, "num_layers", "num_hidden_layers");
+    rename_field(content, "attention_heads", "num_attention_heads");
+    rename_field(content, "ffn_dim", "intermediate_size");
+  };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_opt(fields, config);
+    config.activation = read_activation(fields, "activation_function", Activation::gelu);
+    if (fields.flag("scale_embedding", true)) {
+      config.embedding_multiplier = std::sqrt(static_cast<double>(config.hidden_size));
+    }
+    if (config.hidden_size < 4) fields.fail("d_model", "at least 4", "2");
+    for (const char* field :
+         {"d_model", "num_layers", "attention_heads", "ffn_dim", "dropout", "init_std"}) {
+      fields.get(field);
+    }
+  };
+  family.tensors.has_sinusoids = true;
+  family.tensors.final_norm = "model.layer_norm";
   return family;
 }();
 

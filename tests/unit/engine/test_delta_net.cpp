@@ -231,20 +231,4 @@ TEST(DeltaNet, ARankWithoutHeadsHasNothingToDo) {
                          engine::DeltaState());
 }
 
-TEST(DeltaNet, GatesMultiplyByTheirSigmoid) {
-  const bool before = base::machine().on_device();
-  for (const bool device : {false, true}) {
-    base::machine().set_device(device);
-    const Numbers gates = {-200, -90, -3, 0, 0.5, 30, 100}, values = {1e30, 3, -4, 5, 6, -7, 8};
-    const auto y = on_device<linalg::Matrix>(values, 1, 7);
-    engine::apply_gates(ExecutionSpace{}, on_device<linalg::Matrix>(gates, 1, 7), y);
-    Numbers expected;
-    for (std::size_t i = 0; i < gates.size(); ++i) {
-      expected.push_back(values[i] / (1 + std::exp(-gates[i])));
-    }
-    expect_near(y, expected, "value ");
-  }
-  base::machine().set_device(before);
-}
-
 }  // namespace

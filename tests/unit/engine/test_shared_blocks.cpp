@@ -1,13 +1,10 @@
 // What layers with a shared block need beside it, against plain loops in double precision.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <kvzap/model/memory_plan.hpp>
 #include <vector>
 
-#include "base/machine.hpp"
 #include "engine/adapters.hpp"
-#include "engine/delta_net.hpp"
 #include "engine/joined_inputs.hpp"
 #include "one_step.hpp"
 
@@ -142,26 +139,6 @@ TEST(JoinedInputs, HaveTheResidualStreamAndTheEmbedding) {
                     embedding.begin() + (row + 1) * 24);
   }
   expect_near(x, expected);
-}
-
-// A rank's columns may begin and end within a head.
-TEST(HeadGates, MultiplyAllColumnsOfAHead) {
-  const bool before = base::machine().on_device();
-  for (const bool device : {false, true}) {
-    base::machine().set_device(device);
-    const Matrix gates("gates", 2, 4), y("y", 2, 11);
-    fill(gates, some_numbers(8, 4));
-    fill(y, some_numbers(22));
-    Numbers expected = on_host(y);
-    const Numbers all = on_host(gates);
-    for (std::size_t i = 0; i < 22; ++i) {
-      expected[i] /= 1 + std::exp(-all[i / 11 * 4 + (2 + i % 11) / 4]);
-    }
-    engine::apply_head_gates(ExecutionSpace{}, gates, 4, 2, y);
-    Kokkos::fence();
-    expect_near(y, expected);
-  }
-  base::machine().set_device(before);
 }
 
 }  // namespace

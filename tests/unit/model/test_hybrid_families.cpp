@@ -313,7 +313,7 @@ TEST(HybridFamilies, Lfm3) {
   EXPECT_EQ(config.rope_theta, 1e6);
   EXPECT_EQ(*config.window_rope_theta, 1e4);
   EXPECT_EQ(config.short_convolution->kernel, 7);
-  EXPECT_TRUE(config.gates_whole_heads);
+  EXPECT_TRUE(config.gates_heads);
   EXPECT_FALSE(load("Lfm3ForCausalLM", R"("use_attention_gate":false)").gates_attention);
   EXPECT_TRUE(config.norms_outputs);
   EXPECT_FALSE(load("Lfm3ForCausalLM", R"("use_sandwich_norm":false)").norms_outputs);

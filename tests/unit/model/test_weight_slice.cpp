@@ -92,6 +92,20 @@ TEST(WeightSlice, ReadsMatricesAndVectors) {
       }
     }
   }
+  // The first two extents are one.
+  store.shapes["flat"] = {experts * outputs, inputs};
+  store.shapes["flat_transposed"] = {experts * inputs, outputs};
+  std::vector<float> a(outputs * inputs), b(outputs * inputs);
+  open_slice(store, "flat", {2, experts, false, true, true}, outputs, inputs)
+      ->read(0, outputs, 0, inputs, a.data());
+  open_slice(store, "flat_transposed", {2, experts, false, false, true}, outputs, inputs)
+      ->read(0, outputs, 0, inputs, b.data());
+  for (std::int64_t r = 0; r < outputs; ++r) {
+    for (std::int64_t c = 0; c < inputs; ++c) {
+      EXPECT_EQ(a[r * inputs + c], static_cast<float>((2 * outputs + r) * inputs + c));
+      EXPECT_EQ(b[r * inputs + c], static_cast<float>((2 * inputs + c) * outputs + r));
+    }
+  }
   expect_error(
       [&] {
         open_slice(store, "transposed", {0, experts}, inputs, outputs);

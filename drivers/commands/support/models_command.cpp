@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <kvzap/model/supported_models.hpp>
 #include <string_view>
 #include <vector>
+
+#include "files/ascii.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -71,7 +72,7 @@ std::string table_of_architectures(const SupportedKind& kind, const std::string&
     columns = {std::max(columns[0], part.name.size()),
                std::max(columns[1], part.model_type.size())};
   }
-  const auto is_before = [](char a, char b) { return std::tolower(a) < std::tolower(b); };
+  const auto is_before = [](char a, char b) { return files::lower(a) < files::lower(b); };
   std::sort(parts.begin(), parts.end(), [&](const auto* a, const auto* b) {
     return std::lexicographical_compare(a->name.begin(), a->name.end(), b->name.begin(),
                                         b->name.end(), is_before);

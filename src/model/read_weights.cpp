@@ -14,6 +14,7 @@
 #include "model/read_latent.hpp"
 #include "model/read_states.hpp"
 #include "model/read_streams.hpp"
+#include "model/rope.hpp"
 
 namespace kvzap::model {
 namespace {
@@ -25,28 +26,6 @@ void append_row(Ranges& ranges, std::int64_t row) {
   } else {
     ranges.emplace_back(row, row + 1);
   }
-}
-
-/// Returns the dimensions of a head in the engine's order, in which RoPE rotates i with i +
-/// head_dim / 2 (ModelConfig::rotates_halves).
-std::vector<std::int64_t> rotation_order(const ModelConfig& config, std::int64_t index) {
-  const std::int64_t head_dim = config.head_dim_of(index), half = head_dim / 2;
-  // Heads of layers with other sizes turn whole.
-  std::int64_t turning = head_dim == config.head_dim ? config.rotated_dims() / 2 : half;
-  const bool has_own = config.window_rotary_dim > 0 && config.layer(index).window > 0;
-  if (has_own) turning = config.window_rotary_dim / 2;
-  std::vector<std::int64_t> order(static_cast<std::size_t>(head_dim));
-  for (std::int64_t i = 0; i < half; ++i) {
-    std::int64_t low = turning + i, high = half + i;  // dimensions that do not turn
-    if (i < turning) {
-      low = config.rope_is_interleaved ? 2 * i : i;
-      high = config.rope_is_interleaved ? 2 * i + 1 : turning + i;
-      if (config.rope_is_reversed) std::swap(low, high);
-    }
-    order[static_cast<std::size_t>(i)] = low;
-    order[static_cast<std::size_t>(half + i)] = high;
-  }
-  return order;
 }
 
 /// Reads the layers of one rank.

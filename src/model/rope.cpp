@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
+#include <vector>
 
 namespace kvzap {
 namespace {
@@ -242,3 +244,27 @@ ModelConfig with_window_rope(const ModelConfig& config) {
 }
 
 }  // namespace kvzap
+
+namespace kvzap::model {
+
+std::vector<std::int64_t> rotation_order(const ModelConfig& config, std::int64_t layer) {
+  const std::int64_t head_dim = config.head_dim_of(layer), half = head_dim / 2;
+  // Heads of layers with other sizes turn whole.
+  std::int64_t turning = head_dim == config.head_dim ? config.rotated_dims() / 2 : half;
+  const bool has_own = config.window_rotary_dim > 0 && config.layer(layer).window > 0;
+  if (has_own) turning = config.window_rotary_dim / 2;
+  std::vector<std::int64_t> order(static_cast<std::size_t>(head_dim));
+  for (std::int64_t i = 0; i < half; ++i) {
+    std::int64_t low = turning + i, high = half + i;  // dimensions that do not turn
+    if (i < turning) {
+      low = config.rope_is_interleaved ? 2 * i : i;
+      high = config.rope_is_interleaved ? 2 * i + 1 : turning + i;
+      if (config.rope_is_reversed) std::swap(low, high);
+    }
+    order[static_cast<std::size_t>(i)] = low;
+    order[static_cast<std::size_t>(half + i)] = high;
+  }
+  return order;
+}
+
+}  // namespace kvzap::model

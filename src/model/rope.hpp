@@ -1,8 +1,9 @@
-// RoPE scaling as the reader of config.json needs it.
+// RoPE as readers of config.json and of weights need it.
 #pragma once
 
 #include <kvzap/model/model_config.hpp>
 #include <string>
+#include <vector>
 
 namespace kvzap::model {
 
@@ -15,5 +16,9 @@ double yarn_attention_factor(double factor, double mscale, double mscale_all_dim
 
 /// Returns why a model's sizes do not fit a scaling, with the field; "" if they fit.
 std::string rope_problem(const ModelConfig& config, const RopeScaling& scaling);
+
+/// Returns the dimensions of a layer's heads in the engine's order, in which RoPE rotates i with i
+/// + head_dim / 2 (ModelConfig::rotates_halves).
+std::vector<std::int64_t> rotation_order(const ModelConfig& config, std::int64_t layer);
 
 }  // namespace kvzap::model

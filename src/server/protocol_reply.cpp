@@ -7,6 +7,7 @@
 
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
+#include "text/utf8.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -35,6 +36,22 @@ OrderedJson usage_of(const TokenCounts& counts) {
 }
 
 std::string event_of(const OrderedJson& json) { return "data: " + files::json_text(json) + "\n\n"; }
+
+/// The characters that begin in bytes, which may be parts of a character.
+std::size_t characters_of(std::string_view bytes) {
+  return static_cast<std::size_t>(std::count_if(bytes.begin(), bytes.end(), [](char byte) {
+    return (static_cast<unsigned char>(byte) & 0xc0U) != 0x80;
+  }));
+}
+
+/// The name of a token in lists of completions: its text, or the bytes of a part of a character as
+/// in OpenAI's lists.
+std::string completion_name(const std::string& bytes) {
+  if (text::is_valid_utf8(bytes)) return bytes;
+  std::string name = "bytes:";
+  for (const char byte : bytes) name += fmt::format("\\x{:02x}", static_cast<unsigned char>(byte));
+  return name;
+}
 
 // JSON has no infinities.
 double json_number(float logprob) { return std::isfinite(logprob) ? logprob : -9999.0; }
@@ -117,9 +134,9 @@ struct ReplyWriter::Parts {
     return of.m_echoes[static_cast<std::size_t>(answer / of.m_choices)];
   }
 
-  std::string text_of(TokenId token) const {
+  std::string bytes_of(TokenId token) const {
     const auto& tokenizer = of.m_model.tokenizer;
-    return tokenizer ? tokenizer->decode({token}, false) : std::to_string(token);
+    return tokenizer ? tokenizer->token_bytes(token) : std::to_string(token);
   }
 
   OrderedJson logprobs(const std::vector<TokenText>& tokens, std::size_t offset) const {
@@ -129,17 +146,14 @@ struct ReplyWriter::Parts {
 
   OrderedJson chat_logprobs(const std::vector<TokenText>& tokens) const {
     const auto entry = [&](TokenId token, float logprob) {
-      const std::string text = text_of(token);
+      const std::string bytes = bytes_of(token);
+      std::string text;  // with U+FFFD for parts of a character
+      text::append_lossy(text, bytes, true);
       OrderedJson one;
       one["token"] = text;
       one["logprob"] = json_number(logprob);
-      // A token may be a part of a character.
-      if (text.find("\xef\xbf\xbd") == std::string::npos) {
-        one["bytes"] = std::vector<int>();
-        for (const char byte : text) one["bytes"].push_back(static_cast<unsigned char>(byte));
-      } else {
-        one["bytes"] = nullptr;
-      }
+      one["bytes"] = std::vector<int>();
+      for (const char byte : bytes) one["bytes"].push_back(static_cast<unsigned char>(byte));
       return one;
     };
     OrderedJson json;
@@ -162,14 +176,17 @@ struct ReplyWriter::Parts {
     json["top_logprobs"] = OrderedJson::array();
     json["text_offset"] = OrderedJson::array();
     for (const TokenText& token : tokens) {
-      const std::string text = text_of(token.token);
-      json["tokens"].push_back(text);
+      const std::string bytes = bytes_of(token.token);
+      json["tokens"].push_back(completion_name(bytes));
       json["token_logprobs"].push_back(json_number(token.logprob));
       OrderedJson top = OrderedJson::object();
-      for (const auto& [id, logprob] : token.top) top[text_of(id)] = json_number(logprob);
+      // The likeliest of several tokens with the same text.
+      for (const auto& [id, logprob] : token.top) {
+        top.emplace(completion_name(bytes_of(id)), json_number(logprob));
+      }
       json["top_logprobs"].push_back(std::move(top));
       json["text_offset"].push_back(offset);
-      offset += text.size();
+      offset += characters_of(bytes);
     }
     return json;
   }
@@ -208,7 +225,7 @@ std::string ReplyWriter::body(const std::vector<Whole>& answers) const {
     } else {
       choice["text"] = echo + answer.text;
     }
-    choice["logprobs"] = parts.logprobs(answer.tokens, echo.size());
+    choice["logprobs"] = parts.logprobs(answer.tokens, characters_of(echo));
     choice["finish_reason"] = finish_reason(answer.ending.reason);
     choice["kvzap"] = kvzap_of(answer.ending);
     json["choices"].push_back(std::move(choice));
@@ -230,8 +247,8 @@ std::string ReplyWriter::piece(int choice, const std::string& text,
                                const std::vector<TokenText>& tokens) {
   const Parts parts{*this};
   std::size_t& offset = m_offsets[static_cast<std::size_t>(choice)];
-  OrderedJson logprobs = parts.logprobs(tokens, parts.echo(choice).size() + offset);
-  offset += text.size();
+  OrderedJson logprobs = parts.logprobs(tokens, characters_of(parts.echo(choice)) + offset);
+  for (const TokenText& token : tokens) offset += characters_of(parts.bytes_of(token.token));
   return parts.event(choice, {{"content", text}}, text, std::move(logprobs), nullptr);
 }
 

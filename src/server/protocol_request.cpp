@@ -449,10 +449,9 @@ void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request
 std::size_t longest_token(const Tokenizer& tokenizer) {
   std::size_t longest = 0;
   for (std::size_t id = 0; id < tokenizer.vocabulary_size(); ++id) {
-    const std::string text = tokenizer.decode({static_cast<TokenId>(id)}, false);
-    longest = std::max(longest, text.size());
+    longest = std::max(longest, tokenizer.token_bytes(static_cast<TokenId>(id)).size());
   }
-  return longest + 1;  // some decoders drop a leading space
+  return longest;
 }
 
 ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model) {

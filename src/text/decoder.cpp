@@ -55,6 +55,20 @@ class ByteLevelStep : public WholeTokenStep {
   }
 };
 
+/// The byte of a token such as "<0xE2>"; nothing for another token.
+std::optional<char> byte_of_token(std::string_view token) {
+  if (token.size() != 6 || token.substr(0, 3) != "<0x" || token.back() != '>') {
+    return std::nullopt;
+  }
+  int value = 0;
+  for (const char c : token.substr(3, 2)) {
+    const std::size_t digit = std::string_view("0123456789abcdefABCDEF").find(c);
+    if (digit == std::string_view::npos) return std::nullopt;
+    value = value * 16 + static_cast<int>(digit < 16 ? digit : digit - 6);
+  }
+  return static_cast<char>(value);
+}
+
 /// Turns a run of byte tokens into one token, or into U+FFFD for each if it is no UTF-8.
 class ByteFallbackStep : public WholeTokenStep {
  public:
@@ -71,25 +85,12 @@ class ByteFallbackStep : public WholeTokenStep {
  private:
   void append_token(const std::string& token, State& state,
                     std::vector<TokenPart>& result) const override {
-    if (const auto byte = byte_of(token)) {
+    if (const auto byte = byte_of_token(token)) {
       state.held.push_back(*byte);
       return;
     }
     finish(state, result);
     result.push_back({token, true});
-  }
-
-  static std::optional<char> byte_of(std::string_view token) {
-    if (token.size() != 6 || token.substr(0, 3) != "<0x" || token.back() != '>') {
-      return std::nullopt;
-    }
-    int value = 0;
-    for (const char c : token.substr(3, 2)) {
-      const std::size_t digit = std::string_view("0123456789abcdefABCDEF").find(c);
-      if (digit == std::string_view::npos) return std::nullopt;
-      value = value * 16 + static_cast<int>(digit < 16 ? digit : digit - 6);
-    }
-    return static_cast<char>(value);
   }
 };
 
@@ -320,6 +321,12 @@ const std::map<std::string, DecoderReader>& decoder_readers() {
 }  // namespace
 
 void Decoder::read(const JsonField& field) {
+  read_steps(field);
+  m_letter = text_of({"x"}).size();
+  m_letters = text_of({"x", "x"}).size();
+}
+
+void Decoder::read_steps(const JsonField& field) {
   if (field.is_null()) {
     m_steps.push_back(std::make_unique<SpaceStep>());
     return;
@@ -335,6 +342,7 @@ void Decoder::read(const JsonField& field) {
     }
     m_steps.push_back(reader->second(part));
     m_joins_bytes = m_steps.size() == 1 && reader->first == "ByteLevel";
+    m_has_byte_tokens = m_has_byte_tokens || reader->first == "ByteFallback";
     if (reader->first != "Replace") continue;
     const std::size_t factor = ReplaceStep::growth(part);
     if (factor > max_growth / growth) {
@@ -369,6 +377,24 @@ void Decoder::finish(States& states, std::string& text) const {
   }
   for (const TokenPart& part : parts) text += part.text;
   states = start();
+}
+
+std::string Decoder::bytes_between(std::string_view token) const {
+  if (m_has_byte_tokens) {
+    if (const auto byte = byte_of_token(token)) return std::string(1, *byte);
+  }
+  // What a letter after another adds does not depend on what is between them.
+  const std::string text = text_of({"x", token, "x"});
+  if (text.size() < m_letters) return {};
+  return text.substr(m_letter, text.size() - m_letters);
+}
+
+std::string Decoder::text_of(std::initializer_list<std::string_view> tokens) const {
+  States states = start();
+  std::string text;
+  for (const std::string_view token : tokens) append(token, states, text);
+  finish(states, text);
+  return text;
 }
 
 }  // namespace kvzap::text

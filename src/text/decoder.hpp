@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -61,9 +62,18 @@ class Decoder {
   /// Appends the rest of the text after the last token.
   void finish(States& states, std::string& text) const;
 
+  /// Returns the bytes that a token adds to a text between other tokens: a byte token's byte, and
+  /// spaces that a decoder removes at the ends of a text.
+  std::string bytes_between(std::string_view token) const;
+
  private:
+  void read_steps(const files::JsonField& field);
+  std::string text_of(std::initializer_list<std::string_view> tokens) const;
+
   std::vector<std::unique_ptr<const DecodingStep>> m_steps;
   bool m_joins_bytes = false;
+  bool m_has_byte_tokens = false;
+  std::size_t m_letter = 1, m_letters = 2;  // bytes of "x", and of "x" after "x"
 };
 
 }  // namespace kvzap::text

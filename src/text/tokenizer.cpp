@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <kvzap/model/tokenizer.hpp>
 #include <utility>
 
@@ -98,6 +99,15 @@ std::string Tokenizer::decode(const std::vector<TokenId>& ids, bool skip_special
   return text;
 }
 
+std::string Tokenizer::token_bytes(TokenId id) const {
+  if (m_data->decoder.joins_bytes()) {
+    std::string memory;
+    return std::string(m_data->decoded_bytes(id, false, memory));
+  }
+  const auto token = m_data->decoded_token(id, false);
+  return token ? m_data->decoder.bytes_between(*token) : std::string();
+}
+
 std::optional<TokenId> Tokenizer::token_id(std::string_view content) const {
   const std::string key(content);
   const auto found = m_data->added.find(key);
@@ -113,11 +123,27 @@ struct Tokenizer::StreamDecoder::State {
   bool skip_special_tokens;
   text::Decoder::States steps;
   std::string held, memory;  // bytes that wait for others; for a token's bytes
+  std::size_t foreign = 0;   // bytes of a text before that are still to come
+
+  std::string own(std::string text) {
+    const std::size_t count = std::min(foreign, text.size());
+    foreign -= count;
+    return text.erase(0, count);
+  }
 };
 
-Tokenizer::StreamDecoder::StreamDecoder(const Tokenizer& tokenizer, bool skip_special_tokens)
+Tokenizer::StreamDecoder::StreamDecoder(const Tokenizer& tokenizer, bool skip_special_tokens,
+                                        bool continues)
     : m_state(std::make_unique<State>(State{
-          tokenizer.m_data, skip_special_tokens, tokenizer.m_data->decoder.start(), {}, {}})) {}
+          tokenizer.m_data, skip_special_tokens, tokenizer.m_data->decoder.start(), {}, {}})) {
+  const text::Decoder& decoder = tokenizer.m_data->decoder;
+  if (!continues || decoder.joins_bytes()) return;
+  std::string before, later;
+  decoder.append("x", m_state->steps, before);
+  text::Decoder::States ended = m_state->steps;
+  decoder.finish(ended, later);
+  m_state->foreign = later.size();
+}
 Tokenizer::StreamDecoder::StreamDecoder(StreamDecoder&&) noexcept = default;
 Tokenizer::StreamDecoder& Tokenizer::StreamDecoder::operator=(StreamDecoder&&) noexcept = default;
 Tokenizer::StreamDecoder::~StreamDecoder() = default;
@@ -135,14 +161,14 @@ std::string Tokenizer::StreamDecoder::append(TokenId id) {
   } else if (const auto token = data.decoded_token(id, state.skip_special_tokens)) {
     data.decoder.append(*token, state.steps, text);
   }
-  return text;
+  return state.own(std::move(text));
 }
 
 std::string Tokenizer::StreamDecoder::finish() {
   std::string text;
   append_lossy(text, std::exchange(m_state->held, {}), true);
   m_state->data->decoder.finish(m_state->steps, text);
-  return text;
+  return m_state->own(std::move(text));
 }
 
 }  // namespace kvzap

@@ -535,7 +535,7 @@ class Protocol(SharedServerTest):
         offset = 0
         for i, token in enumerate(lists["tokens"]):
             self.assertEqual(lists["text_offset"][i], offset)
-            offset += len(token.encode())
+            offset += len(token)
             self.assertLessEqual(lists["token_logprobs"][i], 0)
             self.assertAlmostEqual(max(lists["top_logprobs"][i].values()), lists["token_logprobs"][i], places=5)
 

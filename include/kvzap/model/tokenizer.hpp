@@ -56,6 +56,10 @@ class Tokenizer {
   /// U+FFFD. Without a decoder in the file, spaces join the tokens.
   std::string decode(const std::vector<TokenId>& ids, bool skip_special_tokens = true) const;
 
+  /// Returns the bytes that a token, special or not, adds to a text between other tokens. They may
+  /// be a part of a character. None for an id without a token.
+  std::string token_bytes(TokenId id) const;
+
   /// Returns the id of the token with exactly this content. An added token is written as it is, any
   /// other token as in model.vocab ("Ġthe" or "▁the" for " the").
   std::optional<TokenId> token_id(std::string_view content) const;
@@ -76,8 +80,10 @@ class Tokenizer {
 /// Tokenizer::decode() of all ids.
 class Tokenizer::StreamDecoder {
  public:
-  /// Shares the tokenizer's vocabulary and may outlive the tokenizer.
-  explicit StreamDecoder(const Tokenizer& tokenizer, bool skip_special_tokens = true);
+  /// Shares the tokenizer's vocabulary and may outlive the tokenizer. `continues`: the ids follow
+  /// on a text, so a decoder that changes the beginning of a text leaves the first one alone.
+  explicit StreamDecoder(const Tokenizer& tokenizer, bool skip_special_tokens = true,
+                         bool continues = false);
   StreamDecoder(StreamDecoder&&) noexcept;
   StreamDecoder& operator=(StreamDecoder&&) noexcept;
   ~StreamDecoder();

@@ -96,8 +96,10 @@ std::string error_body(const std::string& what, const std::string& type,
 /// The text of an answer, token by token, up to the first stop text.
 class AnswerText {
  public:
-  AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop)
-      : m_decoder(tokenizer), m_stop(std::move(stop)) {}
+  /// `continues`: the answer goes on with the prompt's text, so the space of its first token
+  /// counts.
+  AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop, bool continues = false)
+      : m_decoder(tokenizer, true, continues), m_stop(std::move(stop)) {}
   /// Adds a token and returns new text. Holds back text that may begin a stop text.
   std::string append(TokenId token);
   /// Returns the text held back.
@@ -167,7 +169,7 @@ class ReplyWriter {
   std::int64_t m_created;
   int m_choices;                       // of each prompt
   std::vector<std::string> m_echoes;   // of each prompt
-  std::vector<std::size_t> m_offsets;  // bytes of text so far, of each answer
+  std::vector<std::size_t> m_offsets;  // characters of tokens so far, of each answer
 };
 
 /// Returns the body of /v1/models.

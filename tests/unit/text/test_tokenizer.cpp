@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "text/utf8.hpp"
 #include "unit/text/tokenizer_files.hpp"
 #include "watched.hpp"
 
@@ -69,6 +70,10 @@ TEST_P(GoldenTokenizer, DecodesAsReferenceAtOnceAndByToken) {
       EXPECT_EQ(tokenizer.decode(ids, skip), expected) << decoding[0];
       EXPECT_EQ(streamed(tokenizer, ids, skip), expected) << decoding[0];
     }
+    std::string bytes, text;
+    for (const TokenId id : ids) bytes += tokenizer.token_bytes(id);
+    kvzap::text::append_lossy(text, bytes, true);
+    EXPECT_EQ(text, decoding[2]) << decoding[0];
   }
 }
 

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "text/utf8.hpp"
 #include "unit/temporary_folder.hpp"
 #include "unit/text/tokenizer_files.hpp"
 #include "watched.hpp"
@@ -37,8 +38,9 @@ Json bpe(Json vocabulary, Json merges = Json::array()) {
   return {{"type", "BPE"}, {"vocab", std::move(vocabulary)}, {"merges", std::move(merges)}};
 }
 
-std::string streamed(const Tokenizer& tokenizer, const Ids& ids) {
-  Tokenizer::StreamDecoder decoder(tokenizer);
+std::string streamed(const Tokenizer& tokenizer, const Ids& ids, bool skip = true,
+                     bool continues = false) {
+  Tokenizer::StreamDecoder decoder(tokenizer, skip, continues);
   std::string text;
   for (const TokenId id : ids) text += decoder.append(id);
   return text + decoder.finish();
@@ -52,8 +54,14 @@ TEST(TokenizerKinds, EncodeAndDecodeAsReference) {
     for (std::size_t i = 0; i < each["texts"].size(); ++i) {
       const std::string text = each["texts"][i];
       EXPECT_EQ(tokenizer.encode(text), each["ids"][i].get<Ids>()) << each["kind"] << text;
-      EXPECT_EQ(tokenizer.encode(text, true), each["special_ids"][i].get<Ids>())
-          << each["kind"] << text;
+      const Ids ids = tokenizer.encode(text, true);
+      EXPECT_EQ(ids, each["special_ids"][i].get<Ids>()) << each["kind"] << text;
+      std::string bytes, joined;
+      for (const TokenId id : ids) bytes += tokenizer.token_bytes(id);
+      kvzap::text::append_lossy(joined, bytes, true);
+      // A decoder may leave out the space at the end of a text.
+      const std::string continued = streamed(tokenizer, ids, false, true);
+      EXPECT_TRUE(joined == continued || joined == continued + " ") << each["kind"] << text;
     }
     for (const Json& decoding : each["decodings"]) {
       const Ids ids = decoding[0].get<Ids>();
@@ -111,6 +119,10 @@ TEST(TokenizerKinds, StreamsLlama2Decoders) {
   EXPECT_EQ(decoder.finish(), "\uFFFD\uFFFD");
   EXPECT_EQ(decoder.append(256), "");  // the decoder begins anew
   EXPECT_EQ(tokenizer.decode({256, 256, 258}), " a");
+  EXPECT_EQ(tokenizer.token_bytes(257), " a");
+  EXPECT_EQ(tokenizer.token_bytes(0xE4), "\xE4");
+  EXPECT_EQ(tokenizer.token_bytes(999), "");
+  EXPECT_EQ(streamed(tokenizer, {257, 257}, true, true), " a a");
 }
 
 TEST(TokenizerKinds, UnigramTakesTheHighestScore) {

@@ -47,6 +47,11 @@ void check_forbidden(const SamplingOptions& options) {
     if (word.empty()) throw Error("bad_words_ids has a word without tokens; expected one or more");
     for (const TokenId token : word) check(token, "bad_words_ids");
   }
+  for (const TokenId token : options.end_tokens) check(token, "end_tokens");
+  for (const auto& [token, bias] : options.logit_bias) {
+    check(token, "logit_bias");
+    if (!std::isfinite(bias)) throw Error("logit_bias has a bias that is not finite; expected a number");
+  }
 }
 
 }  // namespace
@@ -54,7 +59,9 @@ void check_forbidden(const SamplingOptions& options) {
 bool SamplingOptions::changes_logits() const {
   const bool has_penalty =
       repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0;
-  return (has_penalty && repeat_last_n != 0) || !suppress_tokens.empty() || !bad_words.empty();
+  const bool has_least = min_new_tokens > 0 && !end_tokens.empty();
+  return (has_penalty && repeat_last_n != 0) || !suppress_tokens.empty() || !bad_words.empty() ||
+         !logit_bias.empty() || has_least;
 }
 
 void check(const SamplingOptions& options, const SamplingNames& names) {
@@ -127,6 +134,9 @@ void Sampler::change(std::vector<float>& logits) const {
     logit -= frequency * static_cast<float>(count.answered);
     logit -= presence;
   }
+  for (const auto& [token, bias] : m_options.logit_bias) {
+    if (token < size) logits[static_cast<std::size_t>(token)] += bias;
+  }
   const auto forbid = [&](TokenId token) {
     if (token < size)
       logits[static_cast<std::size_t>(token)] = -std::numeric_limits<float>::infinity();
@@ -137,6 +147,9 @@ void Sampler::change(std::vector<float>& logits) const {
     if (std::equal(word.begin(), word.end() - 1, m_tokens.end() - before)) forbid(word.back());
   }
   for (const TokenId token : m_options.suppress_tokens) forbid(token);
+  const auto answered = static_cast<std::int64_t>(m_tokens.size() - m_prompt_tokens);
+  if (answered >= m_options.min_new_tokens) return;
+  for (const TokenId token : m_options.end_tokens) forbid(token);
 }
 
 std::string Sampler::state() const {

@@ -22,6 +22,7 @@ constexpr std::size_t most_messages = 4096;
 constexpr std::size_t most_parts = 4096;
 constexpr std::size_t most_stops = 16;
 constexpr std::size_t longest_stop = 1024;
+constexpr std::size_t most_token_rules = 1024;
 constexpr int most_logprobs = 20;
 constexpr const char* context_exceeded = "context_length_exceeded";
 
@@ -78,16 +79,34 @@ std::string text_of(const Json& value, const std::string& name) {
   return value.get<std::string>();
 }
 
-/// Refuses fields for unsupported features, unless their value is empty.
+/// Fields of OpenAI's, vLLM's and llama.cpp's servers that have an effect there, with the values
+/// that have none.
+const Json& unsupported_fields() {
+  static const Json fields = Json::parse(R"({
+    "tools": [], "tool_choice": ["none", "auto"], "functions": [], "function_call": ["none", "auto"],
+    "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [], "suffix": [],
+    "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [],
+    "structured_outputs": [], "grammar": [], "json_schema": [],
+    "repeat_penalty": [1], "typical_p": [1], "tfs_z": [1], "mirostat": [0], "dynatemp_range": [0],
+    "xtc_probability": [0], "dry_multiplier": [0], "top_n_sigma": [-1], "samplers": [],
+    "use_beam_search": [false], "length_penalty": [1], "bad_words": [], "allowed_token_ids": [],
+    "logits_processors": [], "prompt_logprobs": [], "truncate_prompt_tokens": [],
+    "include_stop_str_in_output": [false], "skip_special_tokens": [true], "n_predict": [-1],
+    "n_probs": [0], "chat_template": [], "documents": [], "lora": [], "add_generation_prompt": [true]
+  })");
+  return fields;
+}
+
+/// Refuses fields for unsupported features, unless their value is empty or changes nothing.
 void refuse_unsupported(const Json& body, std::int64_t choices) {
-  for (const char* name : {"tools", "functions", "logit_bias", "modalities", "audio", "prediction",
-                           "web_search_options", "guided_json", "guided_regex", "guided_choice",
-                           "guided_grammar", "suffix"}) {
-    const Json* const field = field_of(body, name);
-    if (field && !(field->is_string() && field->get_ref<const std::string&>().empty()) &&
-        !((field->is_array() || field->is_object()) && field->empty())) {
-      throw BadRequest(name, fmt::format("{} is not supported", name));
+  for (const auto& [name, neutral] : unsupported_fields().items()) {
+    const Json* const field = field_of(body, name.c_str());
+    if (!field || (field->is_string() && field->get_ref<const std::string&>().empty()) ||
+        ((field->is_array() || field->is_object()) && field->empty()) ||
+        std::find(neutral.begin(), neutral.end(), *field) != neutral.end()) {
+      continue;
     }
+    throw BadRequest(name, fmt::format("{} is not supported", name));
   }
   if (const Json* const format = field_of(body, "response_format")) {
     const Json* const type = format->is_object() ? field_of(*format, "type") : nullptr;
@@ -206,6 +225,55 @@ SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
   return sampling;
 }
 
+std::vector<TokenId> ids_of(const Json& list, const std::string& name, const ServedModel& model) {
+  const std::int64_t most =
+      model.vocabulary > 0 ? model.vocabulary - 1 : std::numeric_limits<TokenId>::max();
+  std::vector<TokenId> ids;
+  ids.reserve(list.size());
+  for (const Json& id : list) {
+    if (!id.is_number_integer() || id.get<std::int64_t>() < 0 || id.get<std::int64_t>() > most) {
+      throw BadRequest(name, fmt::format("{} has {}; expected token ids from 0 to {}", name,
+                                         files::described(id), most));
+    }
+    ids.push_back(id.get<TokenId>());
+  }
+  return ids;
+}
+
+/// Sets the tokens that end an answer, those that may not yet, and the biases of others.
+void set_token_rules(const Json& body, const ServedModel& model, GenerationRequest& generation) {
+  if (!bool_of(body, "ignore_eos", false)) generation.stop_ids = model.stop_ids;
+  if (const Json* const ids = field_of(body, "stop_token_ids")) {
+    if (!ids->is_array() || ids->size() > most_token_rules) {
+      refuse("stop_token_ids", fmt::format("an array of at most {} token ids", most_token_rules),
+             *ids);
+    }
+    const std::vector<TokenId> others = ids_of(*ids, "stop_token_ids", model);
+    generation.stop_ids.insert(generation.stop_ids.end(), others.begin(), others.end());
+  }
+  SamplingOptions& sampling = generation.sampling;
+  sampling.min_new_tokens =
+      integer_of(body, "min_tokens", 0, std::numeric_limits<std::int64_t>::max(), 0);
+  if (sampling.min_new_tokens > 0) sampling.end_tokens = generation.stop_ids;
+  const Json* const biases = field_of(body, "logit_bias");
+  if (!biases) return;
+  if (!biases->is_object() || biases->size() > most_token_rules) {
+    refuse("logit_bias",
+           fmt::format("an object with at most {} token ids and their biases", most_token_rules),
+           *biases);
+  }
+  for (const auto& [key, bias] : biases->items()) {
+    const Json id = Json::parse(key, nullptr, false);
+    const double value = bias.is_number() ? bias.get<double>() : std::nan("");
+    if (!(value >= -100 && value <= 100)) {
+      refuse("logit_bias", "biases from -100 to 100", bias);
+    }
+    sampling.logit_bias.emplace_back(
+        ids_of(Json::array({id.is_number_integer() ? id : Json(key)}), "logit_bias", model).front(),
+        static_cast<float>(value));
+  }
+}
+
 /// Refuses a text that cannot fit into the context, before the tokenizer takes its time.
 void check_bytes(std::size_t bytes, const std::string& name, const ServedModel& model) {
   if (model.max_tokens <= 0 || model.longest_token == 0) return;
@@ -247,8 +315,11 @@ ChatRole role_of(const Json& message, const std::string& name) {
 }
 
 std::vector<std::string> parts_of(const Json& message, const std::string& name) {
-  const Json* const content = field_of(message, "content");
-  if (!content) throw BadRequest(name + ".content", name + ".content is missing");
+  const auto found = message.find("content");
+  if (found == message.end()) throw BadRequest(name + ".content", name + ".content is missing");
+  // Clients send back an answer without text as they received it.
+  if (found->is_null() && field_of(message, "role") && message["role"] == "assistant") return {""};
+  const Json* const content = &*found;
   if (content->is_string()) return {content->get<std::string>()};
   if (!content->is_array() || content->size() > most_parts) {
     refuse(name + ".content", "a string or an array of parts", *content);
@@ -299,21 +370,6 @@ Messages messages_of(const Json& body) {
                      "answer by the assistant after it");
   }
   return result;
-}
-
-std::vector<TokenId> ids_of(const Json& list, const std::string& name, const ServedModel& model) {
-  const std::int64_t most =
-      model.vocabulary > 0 ? model.vocabulary - 1 : std::numeric_limits<TokenId>::max();
-  std::vector<TokenId> ids;
-  ids.reserve(list.size());
-  for (const Json& id : list) {
-    if (!id.is_number_integer() || id.get<std::int64_t>() < 0 || id.get<std::int64_t>() > most) {
-      throw BadRequest(name, fmt::format("{} has {}; expected token ids from 0 to {}", name,
-                                         files::described(id), most));
-    }
-    ids.push_back(id.get<TokenId>());
-  }
-  return ids;
 }
 
 using Prompt = std::vector<Segment>;
@@ -479,7 +535,7 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   if (!request.stop.empty() && !model.tokenizer) {
     throw BadRequest("stop", "stop needs a model with a tokenizer");
   }
-  if (!bool_of(json, "ignore_eos", false)) generation.stop_ids = model.stop_ids;
+  set_token_rules(json, model, generation);
   request.streams = bool_of(json, "stream", false);
   if (const Json* const options = field_of(json, "stream_options")) {
     if (!options->is_object()) refuse("stream_options", "an object", *options);

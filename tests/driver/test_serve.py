@@ -692,7 +692,9 @@ class Errors(SharedServerTest):
             ({"stop": 5}, "stop"), ({"stop": [5]}, "stop"), ({"stop": ""}, "stop"), ({"stop": 100 * ["a"]}, "stop"),
             ({"stream": "yes"}, "stream"), ({"stream_options": 5}, "stream_options"), ({"ignore_eos": 1}, "ignore_eos"),
             ({"logprobs": 3}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-            ({"top_logprobs": 3}, "top_logprobs"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+            ({"top_logprobs": 3}, "top_logprobs"), ({"logit_bias": {"5": 101}}, "logit_bias"),
+            ({"stop_token_ids": [1024]}, "stop_token_ids"), ({"min_tokens": "x"}, "min_tokens"),
+            ({"grammar": "root ::= x"}, "grammar"), ({"tool_choice": "required"}, "tool_choice"),
             ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}},
                                                            "response_format"),
             ({"kvzap": 5}, "kvzap"), ({"kvzap": {"other": 1}}, "kvzap"),
@@ -1474,7 +1476,8 @@ class Hostile(ServerTest):
               "min_p", "seed", "stop", "n", "logprobs", "top_logprobs", "stream", "stream_options", "ignore_eos",
               "kvzap", "echo",
               "presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "tools", "best_of",
-              "suffix", "logit_bias", "chat_template_kwargs", "content", "tokens", "add_special", "unknown", "", "\0"]
+              "suffix", "logit_bias", "stop_token_ids", "min_tokens", "tool_choice", "chat_template_kwargs", "content",
+              "tokens", "add_special", "unknown", "", "\0"]
     KINDS = ["valid", "types", "bytes", "nested", "numbers", "text", "half", "slow", "leave", "reset", "headers",
              "http", "chunks", "pipeline", "lengths"]
 

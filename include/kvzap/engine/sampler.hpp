@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace kvzap {
@@ -41,6 +42,11 @@ struct SamplingOptions {
   /// sequence's other tokens precede it. A sequence that is longer than the prompt and answer so
   /// far has no effect, as in transformers' bad_words_ids.
   std::vector<std::vector<TokenId>> bad_words = {};
+  /// Tokens, and what is added to their logits. As OpenAI's logit_bias.
+  std::vector<std::pair<TokenId, float>> logit_bias = {};
+  /// Before the answer has min_new_tokens tokens, end_tokens are not drawn. As vLLM's min_tokens.
+  std::int64_t min_new_tokens = 0;
+  std::vector<TokenId> end_tokens = {};
 
   /// Returns whether an option may change logits.
   bool changes_logits() const;
@@ -53,15 +59,15 @@ struct SamplingOptions {
 using SamplingNames = std::function<std::string(std::string_view field)>;
 /// Throws Error that names the option if one is NaN or out of range. The ranges are temperature >=
 /// 0, top_k >= 0, top_p in (0, 1], min_p in [0, 1], and repetition_penalty in [1e-6, 1e6]. The
-/// other penalties have a size of at most 1e6, and repeat_last_n is at least -1. Suppressed tokens
-/// and tokens of bad words must not be negative, and a bad word must not be empty. `names`: absent
+/// other penalties have a size of at most 1e6, and repeat_last_n is at least -1. Tokens in lists
+/// must not be negative, and a bad word must not be empty. Biases are finite. `names`: absent
 /// for the names of the fields.
 void check(const SamplingOptions& options, const SamplingNames& names = {});
 
-/// Draws tokens. Logits change in the order repetition penalty, frequency and presence penalty, bad
-/// words, suppressed tokens. Filters apply in the order temperature, top-k, top-p, min-p. This is
-/// the order of transformers, which has no frequency and presence penalties. The same seed gives
-/// the same draws on every platform.
+/// Draws tokens. Logits change in the order repetition penalty, frequency and presence penalty,
+/// biases, bad words, suppressed tokens, tokens that end too early. Filters apply in the order
+/// temperature, top-k, top-p, min-p. This is the order of transformers, which has no frequency and
+/// presence penalties. The same seed gives the same draws on every platform.
 class Sampler {
  public:
   /// Throws Error as check does.
@@ -75,8 +81,8 @@ class Sampler {
   /// Returns the next token, given the model's own logits; ties give the smaller id. Returns -1 if
   /// a logit is NaN, the largest is not finite, or no token may be drawn.
   TokenId operator()(const std::vector<float>& original);
-  /// Applies the options to the logits, in float as in transformers: penalties, and -inf for tokens
-  /// that must not be drawn. Ids beyond the logits are ignored.
+  /// Applies the options to the logits, in float as in transformers: penalties, biases, and -inf
+  /// for tokens that must not be drawn. Ids beyond the logits are ignored.
   void change(std::vector<float>& logits) const;
 
   /// Returns the state of the random numbers: the text that C++ defines for std::mt19937_64, which

@@ -264,6 +264,24 @@ TEST(Sampler, PenaltiesLookAtTheLastTokensAlone) {
   EXPECT_TRUE(options.is_plain());
 }
 
+TEST(Sampler, BiasesAndTheLeastLength) {
+  SamplingOptions options;
+  options.logit_bias = {{1, 2.5F}, {2, -100.0F}, {9, 1.0F}};
+  options.min_new_tokens = 2;
+  options.end_tokens = {0};
+  EXPECT_FALSE(options.is_plain());
+  Sampler sampler(options);
+  sampler.append_prompt({3, 3, 3});
+  EXPECT_EQ(sampler({9, 1, 4, 3}), 1);  // 3.5
+  sampler.append(1);
+  EXPECT_EQ(sampler({9, 0, 4, 3}), 3);
+  sampler.append(3);
+  EXPECT_EQ(sampler({9, 1, 4, 3}), 0);
+  options.logit_bias.clear();
+  options.min_new_tokens = 0;
+  EXPECT_TRUE(options.is_plain());
+}
+
 TEST(Sampler, NoTokenIsLeft) {
   SamplingOptions options;
   options.suppress_tokens = {0, 1, 7};
@@ -292,6 +310,8 @@ TEST(Sampler, RefusesPenaltiesOutOfRange) {
   refuse([](SamplingOptions& o) { o.repeat_last_n = -2; }, "repeat_last_n");
   refuse([](SamplingOptions& o) { o.bad_words = {{1}, {}}; }, "bad_words_ids");
   refuse([](SamplingOptions& o) { o.suppress_tokens = {-1}; }, "suppress_tokens");
+  refuse([](SamplingOptions& o) { o.end_tokens = {-1}; }, "end_tokens");
+  refuse([](SamplingOptions& o) { o.logit_bias = {{-1, 0.0F}}; }, "logit_bias");
 }
 
 }  // namespace

@@ -307,7 +307,20 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"top_logprobs", 2}}, "top_logprobs", "logprobs");
   of_chat({{"logprobs", true}, {"top_logprobs", 21}}, "top_logprobs", "20");
   of_chat({{"tools", {{{"type", "function"}}}}}, "tools", "not supported");
-  of_chat({{"logit_bias", {{"5", 1}}}}, "logit_bias", "not supported");
+  for (const char* field : {"grammar", "json_schema", "structured_outputs", "guided_json"}) {
+    of_chat({{field, {{"type", "object"}}}}, field, "not supported");
+  }
+  of_chat({{"tool_choice", "required"}}, "tool_choice", "not supported");
+  of_chat({{"repeat_penalty", 1.1}}, "repeat_penalty", "not supported");
+  of_chat({{"logit_bias", {5, 1}}}, "logit_bias", "an object");
+  of_chat({{"logit_bias", {{"5", 101}}}}, "logit_bias", "-100 to 100");
+  of_chat({{"logit_bias", {{"five", 1}}}}, "logit_bias", "token ids from 0 to 1023");
+  of_chat({{"logit_bias", {{"1024", 1}}}}, "logit_bias", "token ids from 0 to 1023");
+  of_chat({{"stop_token_ids", 5}}, "stop_token_ids", "an array");
+  of_chat({{"stop_token_ids", {-1}}}, "stop_token_ids", "token ids from 0 to 1023");
+  of_chat({{"stop_token_ids", std::vector<int>(1025, 1)}}, "stop_token_ids", "1024");
+  of_chat({{"min_tokens", -1}}, "min_tokens", "integer from 0");
+  of_chat({{"messages", {message("user", nullptr)}}}, "messages[0].content", "null");
   of_chat({{"response_format", {{"type", "json_object"}}}}, "response_format", "not supported");
   of_chat({{"best_of", 3}}, "best_of", "not supported");
   of_chat({{"kvzap", {{"treshold", 1}}}}, "kvzap", "treshold");
@@ -338,6 +351,24 @@ TEST(Protocol, BadRequestsNameTheirField) {
   expect(Json({{"prompt", Json(std::vector<Json>{{3}, many})}}).dump(), false, "prompt[1]", "4096");
   expect(Json({{"prompt", std::vector<std::string>(129, "a")}}).dump(), false, "prompt",
          "129 prompts; expected at most 128");
+}
+
+TEST(Protocol, RulesForTokens) {
+  Json body = {{"messages",
+                {message("user", "x"), message("assistant", nullptr), message("user", "y")}},
+               {"stop_token_ids", {7, 8}},
+               {"min_tokens", 3},
+               {"logit_bias", {{"5", -100}, {"6", 1.5}}},
+               {"tool_choice", "none"},
+               {"repeat_penalty", 1.0}};
+  const GenerationRequest request = chat(body).generations.front();
+  EXPECT_EQ(request.stop_ids, (std::vector<TokenId>{1, 2, 7, 8}));
+  EXPECT_EQ(request.sampling.end_tokens, request.stop_ids);
+  EXPECT_EQ(request.sampling.min_new_tokens, 3);
+  EXPECT_EQ(request.sampling.logit_bias,
+            (std::vector<std::pair<TokenId, float>>{{5, -100.0F}, {6, 1.5F}}));
+  body["ignore_eos"] = true;
+  EXPECT_EQ(chat(body).generations.front().stop_ids, (std::vector<TokenId>{7, 8}));
 }
 
 TEST(Protocol, SegmentsAreTheRenderedConversation) {

@@ -84,6 +84,8 @@ std::string unsupported_part(const ModelConfig& config) {
   if (config.delta_net && config.delta_net->kind == DeltaNetConfig::Kind::lightning) {
     return "lightning attention";
   }
+  if (config.value_dim > 0 && config.value_dim < config.head_dim)
+    return "values of another size than keys";
   for (const LayerConfig& layer : config.layers) {
     if (layer.rows_of >= 0) return "layers that read the keys and values of another layer";
     if (layer.mixing != TokenMixing::attention && layer.mixing != TokenMixing::delta_net) {

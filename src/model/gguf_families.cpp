@@ -58,6 +58,15 @@ void olmo2_rows(GgufFields& f) {
   attention_bias(f, true);
 }
 
+/// Files have one base of RoPE for all layers.
+void olmo3_rows(GgufFields& f) {
+  olmo2_rows(f);
+  windows(f);
+  f.require(f.model.window_rope_theta.value_or(f.model.rope_theta) == f.model.rope_theta,
+            "rope_parameters.sliding_attention.rope_theta", "that of full_attention",
+            "another number");
+}
+
 void phi3_rows(GgufFields& f) {
   rotary_factor(f);
   // llama.cpp takes Phi-4 from a window of 0.
@@ -564,7 +573,7 @@ const std::vector<GgufFamily>& gguf_families() {
       {"mistral3", scaled_queries},
       {"minimax-m2", minimax_m2_rows},
       {"smollm3", smollm3_rows},
-      {"olmo2", [](F f) { olmo2_rows(f), windows(f); }, "Olmo3ForCausalLM", has_windows},
+      {"olmo2", olmo3_rows, "Olmo3ForCausalLM", has_windows},
       {"olmo2", olmo2_rows},
       {"phi3", phi3_rows},
       {"granite", granite_rows},

@@ -241,9 +241,9 @@ class LayerReader {
         std::swap(layer.o_bias, layer.space_out_bias);
         return;
       case TokenMixing::attention_and_state_space:
-      case TokenMixing::attention_into_state_space:
         read_attention(index, layer);
         return states.read_state_space(index, layer);
+      case TokenMixing::attention_into_state_space:  // read_shared
       case TokenMixing::none:
         return;
     }
@@ -404,10 +404,8 @@ class LayerReader {
                       index, owner));
     }
     if (m_partition.deals_projections() && m_config.layer(index).kv_heads_factor > 1) {
-      throw Error(
-          fmt::format("{} ranks; expected at most {}, the KV heads of full layers "
-                      "(num_global_key_value_heads)",
-                      m_partition.n_ranks(), m_partition.n_kv_heads()));
+      throw Error(fmt::format("{} ranks; expected at most {}, the KV heads of full layers",
+                              m_partition.n_ranks(), m_partition.n_kv_heads()));
     }
   }
 

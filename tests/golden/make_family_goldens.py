@@ -814,6 +814,17 @@ FAMILIES = {
         topk_group=1,
         rope_parameters=YARN_LATENT,
     ),
+    "sarvam_mla": family(
+        "sarvam_mla",
+        "head_dim",
+        num_key_value_heads=8,
+        **LATENT,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        rope_parameters=YARN_LATENT,
+    ),
     # Texts as short as these see all tokens, whatever the indexer chooses.
     "deepseek_v32": family(
         "deepseek_v32",

@@ -30,6 +30,7 @@ const Family afmoe = [] {
     rules.default_shared = 2;
     rules.default_width = 1408;
     rules.scale_field = "route_scale";
+    rules.has_groups = false;
     read_grouped_experts(fields, rules, config);
     fields.require("score_func", "sigmoid");
     fields.require("route_norm", true);

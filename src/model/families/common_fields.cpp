@@ -124,17 +124,10 @@ void read_shared_width(ConfigFields& fields, const char* field, std::int64_t abs
   }
 }
 
-void read_grouped_experts(ConfigFields& fields, const GroupedExperts& rules, ModelConfig& config) {
-  constexpr const char* width_field = "moe_intermediate_size";
-  ExpertsConfig experts = read_experts(fields, rules.count_field, rules.default_per_token, config);
-  experts.intermediate_size =
-      rules.default_width == 0
-          ? fields.size(width_field, max_size)
-          : fields.find_size(width_field, max_size).value_or(rules.default_width);
-  experts.scores = ExpertsConfig::Scores::sigmoid;
-  experts.has_correction = true;
+namespace {
+
+void read_expert_groups(ConfigFields& fields, const GroupedExperts& rules, ExpertsConfig& experts) {
   experts.normalises = fields.flag("norm_topk_prob", rules.normalises);
-  experts.scale = read_multiplier(fields, rules.scale_field, rules.default_scale);
   const auto or_absent = [&](const char* field, std::int64_t most, std::int64_t absent) {
     return fields.find_size(field, most).value_or(fields.has_key(field) ? 1 : absent);
   };
@@ -145,8 +138,25 @@ void read_grouped_experts(ConfigFields& fields, const GroupedExperts& rules, Mod
     fields.fail("n_group", fmt::format("groups of 2 or more of the {} experts", experts.count),
                 fmt::format("{}", experts.groups));
   }
+}
+
+}  // namespace
+
+void read_grouped_experts(ConfigFields& fields, const GroupedExperts& rules, ModelConfig& config) {
+  constexpr const char* width_field = "moe_intermediate_size";
+  ExpertsConfig experts = read_experts(fields, rules.count_field, rules.default_per_token, config);
+  experts.intermediate_size =
+      rules.default_width == 0
+          ? fields.size(width_field, max_size)
+          : fields.find_size(width_field, max_size).value_or(rules.default_width);
+  experts.scores = ExpertsConfig::Scores::sigmoid;
+  experts.has_correction = true;
+  experts.normalises = true;
+  experts.scale = read_multiplier(fields, rules.scale_field, rules.default_scale);
   read_shared_width(fields, rules.shared_field, rules.default_shared, experts);
   config.experts = experts;
+  if (rules.has_groups) read_expert_groups(fields, rules, *config.experts);
+  for (const char* field : {"n_group", "topk_group", "norm_topk_prob"}) fields.get(field);
 }
 
 void read_leading_dense(ConfigFields& fields, std::int64_t absent, ModelConfig& config,

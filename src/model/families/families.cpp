@@ -78,6 +78,7 @@ constexpr const Family* all_families[] = {
     &flint,
     &deepseek_v2,
     &deepseek_v3,
+    &sarvam_mla,
     &deepseek_v32,
     &glm4_moe_lite,
     &glm_moe_dsa,

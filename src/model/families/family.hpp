@@ -251,6 +251,9 @@ struct GroupedExperts {
   std::int64_t default_groups = 1;
   std::int64_t default_groups_per_token = 1;
   bool normalises = true;
+  /// The class knows n_group, topk_group and norm_topk_prob. If not, it ignores them: there is one
+  /// group, and scores are normalised.
+  bool has_groups = true;
 };
 
 /// Reads experts that are chosen by sigmoids with a correction, perhaps in groups, beside shared

@@ -102,6 +102,7 @@ const Family hy_v3 = [] {
     rules.count_field = "num_experts";
     rules.shared_field = "num_shared_experts";
     rules.scale_field = "router_scaling_factor";
+    rules.has_groups = false;
     rules.default_width = 1536;
     rules.default_scale = 2.826;
     read_grouped_experts(fields, rules, config);

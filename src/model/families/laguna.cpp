@@ -54,8 +54,8 @@ void read_gates(ConfigFields& fields, ModelConfig& config) {
   config.gates_attention = config.gates_heads = config.has_softplus_gates = true;
   const json* const gating = fields.get(field);
   if (gating == nullptr || *gating == true || *gating == "per-head") return;
-  if (*gating != "per-element") {
-    fields.fail(field, "true, \"per-head\" or \"per-element\"", files::described(*gating));
+  if (*gating != "per-element" && *gating != false) {  // both of each dimension
+    fields.fail(field, "true, false, \"per-head\" or \"per-element\"", files::described(*gating));
   }
   config.gates_heads = false;
 }

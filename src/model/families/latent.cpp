@@ -226,20 +226,44 @@ const Family deepseek_v2 = [] {
 const Family deepseek_v3 = [] {
   Family family = deepseek_family();
   family.class_name = "DeepseekV3ForCausalLM";
-  family.other_classes = {"SarvamMLAForCausalLM"};
   family.model_type = "deepseek_v3";
-  family.text_types = {"kimi_k2", "sarvam_mla"};
-  family.rename = [](json& content) {
-    rename_latent(content, v2_defaults);
-    rename_field(content, "num_experts", "n_routed_experts");
-    rename_field(content, "num_shared_experts", "n_shared_experts");
-  };
+  family.text_types = {"kimi_k2"};
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_latent(fields, v2_defaults, config);
     config.rope_is_interleaved = fields.flag("rope_interleave", true);
     fields.require("scoring_func", "sigmoid");
     read_deepseek_experts(fields, deepseek_experts(), config);
     read_leading_dense(fields, 3, config);
+  };
+  return family;
+}();
+
+const Family sarvam_mla = [] {
+  static constexpr LatentDefaults absent{512, 0, 128, 64, 128};
+  Family family = deepseek_family();
+  family.class_name = "SarvamMLAForCausalLM";
+  family.other_classes = {"DeepseekV3ForCausalLM"};
+  family.model_type = "sarvam_mla";
+  family.rename = [](json& content) {
+    rename_latent(content, absent);
+    rename_field(content, "num_experts", "n_routed_experts");
+    rename_field(content, "num_shared_experts", "n_shared_experts");
+    const auto scaling = content.find("rope_scaling");
+    if (scaling == content.end() || !scaling->is_object()) return;
+    for (const char* key : {"type", "rope_type"}) {
+      const auto type = scaling->find(key);
+      if (type != scaling->end() && *type == "deepseek_yarn") *type = "yarn";
+    }
+  };
+  family.read = [](ConfigFields& fields, ModelConfig& config) {
+    read_latent(fields, absent, config);
+    config.rope_is_interleaved = fields.flag("rope_interleave", true);
+    fields.require("scoring_func", "sigmoid");
+    GroupedExperts rules = deepseek_experts();
+    rules.default_groups = rules.default_groups_per_token = 1;
+    read_deepseek_experts(fields, rules, config);
+    read_leading_dense(fields, 1, config);
+    for (const char* field : {"num_experts", "num_shared_experts"}) fields.get(field);
   };
   return family;
 }();

@@ -47,7 +47,9 @@ void read_mimo_windows(ConfigFields& fields, ModelConfig& config) {
     if (layer.window > 0) layer.kv_heads_factor = 2;
   }
   const std::int64_t kv_heads = 2 * config.num_key_value_heads;
-  if (config.num_attention_heads % kv_heads != 0) {
+  const bool has_windows = std::any_of(config.layers.begin(), config.layers.end(),
+                                       [](const LayerConfig& layer) { return layer.window > 0; });
+  if (has_windows && config.num_attention_heads % kv_heads != 0) {
     fields.fail(
         "num_key_value_heads",
         fmt::format("a divisor of half of num_attention_heads ({})", config.num_attention_heads),

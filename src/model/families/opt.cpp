@@ -106,6 +106,11 @@ const Family xglm = [] {
       config.embedding_multiplier = std::sqrt(static_cast<double>(config.hidden_size));
     }
     if (config.hidden_size < 4) fields.fail("d_model", "at least 4", "2");
+    // The class has no position at this row, which the first one precedes in published files.
+    constexpr const char* padding = "pad_token_id";
+    if (fields.find_number(padding, 0, max_size).value_or(0) > 1) {
+      fields.fail(padding, "0, 1 or null", files::described(*fields.get(padding)));
+    }
     for (const char* field :
          {"d_model", "num_layers", "attention_heads", "ffn_dim", "dropout", "init_std"}) {
       fields.get(field);

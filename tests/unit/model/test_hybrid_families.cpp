@@ -388,6 +388,17 @@ TEST(LatentFamilies, NullIsAsAbsent) {
   EXPECT_EQ(parts_of(lite), "af ae ae ae ");
 }
 
+TEST(LatentFamilies, SarvamMla) {
+  const ModelConfig config =
+      load("SarvamMLAForCausalLM",
+           R"("num_experts":8,"moe_intermediate_size":24,"rope_scaling":{"type":"deepseek_yarn",)"
+           R"("factor":4,"original_max_position_embeddings":64,"mscale":1,"mscale_all_dim":1})");
+  EXPECT_EQ(parts_of(config), "af ae ae ae ");
+  EXPECT_EQ(config.latent->query_rank, 0);
+  EXPECT_EQ(config.experts->groups, 1);
+  EXPECT_EQ(config.rope_scaling->type, kvzap::RopeType::yarn);
+}
+
 TEST(LatentFamilies, LongcatFlash) {
   const std::string sizes = R"("num_layers":3,"n_routed_experts":8,"ffn_hidden_size":40,)"
                             R"("expert_ffn_hidden_size":24,"moe_topk":9,"zero_expert_num":)";

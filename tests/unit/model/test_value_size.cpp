@@ -195,7 +195,9 @@ TEST(ValueSize, LagunaHasQueryHeadsOfEachLayer) {
   EXPECT_TRUE(config.gates_attention && config.gates_heads && config.has_softplus_gates);
   EXPECT_FALSE(config.layer(0).has_experts);
   EXPECT_TRUE(config.layer(1).has_experts);
-  EXPECT_FALSE(load("LagunaForCausalLM", sizes + R"(,"gating":"per-element")").gates_heads);
+  for (const char* gating : {R"("per-element")", "false"}) {
+    EXPECT_FALSE(load("LagunaForCausalLM", sizes + R"(,"gating":)" + gating).gates_heads);
+  }
   const auto refused = [&](const std::string& fields,
                            std::initializer_list<std::string_view> parts) {
     expect_error([&] { load("LagunaForCausalLM", sizes + "," + fields); }, parts);
@@ -205,7 +207,7 @@ TEST(ValueSize, LagunaHasQueryHeadsOfEachLayer) {
   refused(heads + "[8,12,8,8,8,8,8]", {"multiples of num_key_value_heads (8)", "found 12"});
   refused(heads + "[8,8,16,8,8,8,8]", {"same number in all full layers (8)", "found 16"});
   refused(heads + "[8,-8,8,8,8,8,8]", {"multiples of", "found -8"});
-  refused(R"("gating":false)", {"gating", "per-head", "found false"});
+  refused(R"("gating":1)", {"gating", "per-head", "found 1"});
   refused(R"("moe_router_logit_softcapping":30)", {"moe_router_logit_softcapping", "found 30"});
   refused(R"("moe_apply_router_weight_on_input":true)", {"moe_apply_router_weight_on_input"});
 }

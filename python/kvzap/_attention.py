@@ -57,7 +57,7 @@ transformers.AttentionMaskInterface.register(ATTENTION, mask)
 
 def output_map(module):
     """The module of an attention module that maps the heads' output, by the names of transformers' classes; or None."""
-    names = ("o_proj", "out_proj", "dense", "c_proj")
+    names = ("o_proj", "out_proj", "dense", "c_proj", "Wo")
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 

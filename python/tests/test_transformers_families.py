@@ -27,9 +27,10 @@ def family_config(name):
 def family(name):
     """The random model of a family, and its recorded runs: golden.json and tensors."""
     _ = kvzap.Cache  # registers the attention
-    family_config(name)
+    config = family_config(name)
     folder = GOLDEN / "families" / name
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    kind = getattr(transformers, config.architectures[0])
+    model = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="kvzap",
         experts_implementation="eager")  # other implementations of experts want widths of whole 16 bytes
     return model, json.loads((folder / "golden.json").read_text()), tensors(folder / "golden.safetensors")
@@ -42,13 +43,15 @@ def kvzap_of(name, golden):
 
 FAMILIES = sorted(file.parent.name for file in (GOLDEN / "families").glob("*/golden.json"))
 REFUSED = {
-    "latent attention": ["axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
-                         "minicpm3", "mistral4", "youtu"],
+    "latent attention": ["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
+                         "kimi_linear", "longcat_flash", "minicpm3", "mistral4", "sarvam_mla", "youtu"],
+    "lightning attention": ["minimax"],
+    "values of another size": ["mimo_v2_flash", "mimo_v2_full"],
     "other than attention and gated delta nets": [
-        "bamba", "falcon_h1", "falcon_h1_gates", "granitemoehybrid", "granitemoehybrid_dense", "lfm2", "lfm2_moe", "nemotron_h",
-        "nemotron_h_states"],
+        "bamba", "falcon_h1", "falcon_h1_gates", "granitemoehybrid", "granitemoehybrid_dense", "jamba", "jamba_dense", "lfm2",
+        "lfm2_moe", "lfm3", "lfm3_plain", "nemotron_h", "nemotron_h_states", "zamba", "zamba2", "zamba2_one_block"],
     "of another layer": ["gemma3n", "gemma4"],
-    "has its own attention": ["falcon", "falcon_multi_query", "gpt_neo"],
+    "has its own attention": ["falcon", "falcon_multi_query", "gpt_neo", "gpt_neox_japanese", "xglm"],
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names}
 

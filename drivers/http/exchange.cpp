@@ -12,7 +12,7 @@ Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel&
       m_texts(static_cast<std::size_t>(request.answers())),
       m_wake(std::move(wake)) {
   if (!model.tokenizer) return;
-  for (auto& text : m_texts) text.emplace(*model.tokenizer, request.stop, !request.is_chat);
+  for (auto& text : m_texts) text.emplace(*model.tokenizer, request);
 }
 
 bool Exchange::on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) {

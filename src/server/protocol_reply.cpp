@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
+#include "server/answer_parts.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::server {
@@ -14,7 +17,8 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-const char* finish_reason(EndReason reason) {
+const char* finish_reason(EndReason reason, bool has_calls) {
+  if (has_calls) return "tool_calls";
   return reason == EndReason::stop_id || reason == EndReason::cut ? "stop" : "length";
 }
 
@@ -68,6 +72,12 @@ std::string error_body(const std::string& what, const std::string& type, const s
   return files::json_text({{"error", error}});
 }
 
+AnswerText::AnswerText(const Tokenizer& tokenizer, const ApiRequest& request)
+    // A completion goes on with the prompt's text, so the space of its first token counts.
+    : m_decoder(tokenizer, !request.format || !request.format->needs_special_tokens(),
+                !request.is_chat),
+      m_stop(request.stop) {}
+
 std::string AnswerText::append(TokenId token) {
   if (m_has_stopped) return {};
   m_held += m_decoder.append(token);
@@ -111,7 +121,12 @@ ReplyWriter::ReplyWriter(const ApiRequest& request, const ServedModel& model, st
       m_echoes(request.echoes
                    ? request.prompt_texts
                    : std::vector<std::string>(static_cast<std::size_t>(request.prompts))),
-      m_offsets(static_cast<std::size_t>(request.answers()), 0) {}
+      m_offsets(static_cast<std::size_t>(request.answers()), 0),
+      m_format(request.format),
+      m_parsers(static_cast<std::size_t>(request.answers()), AnswerParser(request.format)),
+      m_calls(m_parsers.size(), 0) {}
+
+ReplyWriter::~ReplyWriter() = default;
 
 /// The parts that replies and events have in common.
 struct ReplyWriter::Parts {
@@ -191,6 +206,52 @@ struct ReplyWriter::Parts {
     return json;
   }
 
+  /// The message of a whole answer.
+  OrderedJson message(const std::string& text, int choice) const {
+    AnswerParser parser(of.m_format);
+    AnswerParts found = parser.append(text);
+    AnswerParts rest = parser.finish();
+    found.thoughts += rest.thoughts;
+    found.text += rest.text;
+    std::move(rest.calls.begin(), rest.calls.end(), std::back_inserter(found.calls));
+    OrderedJson message;
+    message["role"] = "assistant";
+    const bool is_call = found.text.empty() && !found.calls.empty();
+    message["content"] = is_call ? OrderedJson() : OrderedJson(found.text);
+    if (!found.thoughts.empty()) message["reasoning_content"] = found.thoughts;
+    int number = 0;
+    for (const ToolCall& call : found.calls) {
+      message["tool_calls"].push_back(call_json(call, choice, number++, false));
+    }
+    return message;
+  }
+
+  /// An answer's call of a tool. `has_index`: as in a stream.
+  OrderedJson call_json(const ToolCall& call, int choice, int number, bool has_index) const {
+    OrderedJson json;
+    if (has_index) json["index"] = number;
+    json["id"] = fmt::format("call-{}-{}-{}", of.m_id, choice, number);
+    json["type"] = "function";
+    json["function"] = {{"name", call.name}, {"arguments", call.arguments}};
+    return json;
+  }
+
+  /// The events with new parts of a choice, the first one with the log probabilities. `calls`: the
+  /// number of calls so far.
+  std::string events(int choice, const AnswerParts& found, OrderedJson logprobs, int& calls) const {
+    std::string text;
+    const auto add = [&](OrderedJson delta) {
+      text += event(choice, std::move(delta), "", std::exchange(logprobs, {}), nullptr);
+    };
+    if (!found.thoughts.empty()) add({{"reasoning_content", found.thoughts}});
+    if (!found.text.empty()) add({{"content", found.text}});
+    for (const ToolCall& call : found.calls) {
+      add({{"tool_calls", OrderedJson::array({call_json(call, choice, calls++, true)})}});
+    }
+    if (!logprobs.is_null()) add({{"content", ""}});
+    return text;
+  }
+
   /// An event of one choice. `chat`: the changes to a chat message; `text`: those to a completion.
   std::string event(int choice, OrderedJson chat, const std::string& text, OrderedJson logprobs,
                     const Ending* ending) const {
@@ -203,7 +264,9 @@ struct ReplyWriter::Parts {
       one["text"] = text;
     }
     one["logprobs"] = std::move(logprobs);
-    one["finish_reason"] = ending ? OrderedJson(finish_reason(ending->reason)) : OrderedJson();
+    const bool has_calls = of.m_calls[static_cast<std::size_t>(choice)] > 0;
+    one["finish_reason"] =
+        ending ? OrderedJson(finish_reason(ending->reason, has_calls)) : OrderedJson();
     if (ending) one["kvzap"] = kvzap_of(*ending);
     json["choices"].push_back(std::move(one));
     return event_of(json);
@@ -219,14 +282,15 @@ std::string ReplyWriter::body(const std::vector<Whole>& answers) const {
     OrderedJson choice;
     const std::string& echo = parts.echo(static_cast<int>(i));
     choice["index"] = static_cast<int>(i);
+    bool has_calls = false;
     if (m_is_chat) {
-      choice["message"]["role"] = "assistant";
-      choice["message"]["content"] = answer.text;
+      choice["message"] = parts.message(answer.text, static_cast<int>(i));
+      has_calls = choice["message"].contains("tool_calls");
     } else {
       choice["text"] = echo + answer.text;
     }
     choice["logprobs"] = parts.logprobs(answer.tokens, characters_of(echo));
-    choice["finish_reason"] = finish_reason(answer.ending.reason);
+    choice["finish_reason"] = finish_reason(answer.ending.reason, has_calls);
     choice["kvzap"] = kvzap_of(answer.ending);
     json["choices"].push_back(std::move(choice));
     endings.push_back(answer.ending);
@@ -249,11 +313,19 @@ std::string ReplyWriter::piece(int choice, const std::string& text,
   std::size_t& offset = m_offsets[static_cast<std::size_t>(choice)];
   OrderedJson logprobs = parts.logprobs(tokens, characters_of(parts.echo(choice)) + offset);
   for (const TokenText& token : tokens) offset += characters_of(parts.bytes_of(token.token));
-  return parts.event(choice, {{"content", text}}, text, std::move(logprobs), nullptr);
+  if (!m_format) {
+    return parts.event(choice, {{"content", text}}, text, std::move(logprobs), nullptr);
+  }
+  const auto place = static_cast<std::size_t>(choice);
+  return parts.events(choice, m_parsers[place].append(text), std::move(logprobs), m_calls[place]);
 }
 
-std::string ReplyWriter::end(int choice, const Ending& ending) const {
-  return Parts{*this}.event(choice, OrderedJson::object(), "", {}, &ending);
+std::string ReplyWriter::end(int choice, const Ending& ending) {
+  const Parts parts{*this};
+  const auto place = static_cast<std::size_t>(choice);
+  std::string rest;
+  if (m_format) rest = parts.events(choice, m_parsers[place].finish(), {}, m_calls[place]);
+  return rest + parts.event(choice, OrderedJson::object(), "", {}, &ending);
 }
 
 std::string ReplyWriter::usage(const std::vector<Ending>& endings) const {

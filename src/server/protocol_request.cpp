@@ -10,7 +10,9 @@
 #include "files/json_file.hpp"
 #include "files/parsed_json.hpp"
 #include "files/quote.hpp"
+#include "server/answer_parts.hpp"
 #include "server/segments.hpp"
+#include "server/tool_request.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -18,7 +20,6 @@ namespace {
 using Json = nlohmann::json;
 using OrderedJson = nlohmann::ordered_json;
 
-constexpr std::size_t most_messages = 4096;
 constexpr std::size_t most_parts = 4096;
 constexpr std::size_t most_stops = 16;
 constexpr std::size_t longest_stop = 1024;
@@ -83,7 +84,7 @@ std::string text_of(const Json& value, const std::string& name) {
 /// that have none.
 const Json& unsupported_fields() {
   static const Json fields = Json::parse(R"({
-    "tools": [], "tool_choice": ["none", "auto"], "functions": [], "function_call": ["none", "auto"],
+    "tool_choice": ["none", "auto"], "functions": [], "function_call": ["none", "auto"],
     "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [], "suffix": [],
     "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [],
     "structured_outputs": [], "grammar": [], "json_schema": [],
@@ -352,9 +353,6 @@ Messages messages_of(const Json& body) {
     if (!message.is_object()) refuse(name, "an object", message);
     ChatMessage one;
     one.role = role_of(message, name);
-    if (const Json* const calls = field_of(message, "tool_calls"); calls && !calls->empty()) {
-      throw BadRequest(name + ".tool_calls", "tool calls are not supported");
-    }
     std::vector<std::string> parts = parts_of(message, name);
     for (const std::string& part : parts) one.content += part;
     result.messages.push_back(std::move(one));
@@ -442,9 +440,53 @@ const Tokenizer& tokenizer_of(const ServedModel& model) {
   return *model.tokenizer;
 }
 
+Prompt prompt_without_tools(const Json& json, bool thinking, const ServedModel& model) {
+  const Messages messages = messages_of(json);
+  std::size_t bytes = 0;
+  for (const ChatMessage& message : messages.messages) bytes += message.content.size();
+  check_bytes(bytes, "messages", model);
+  return segments_of(messages.messages, messages.parts, thinking, model);
+}
+
+/// Sets the tools of `format`.
+Prompt prompt_with_tools(std::string_view body, bool thinking, const ServedModel& model,
+                         AnswerFormat& format) {
+  text::ChatInput input = chat_with_tools(OrderedJson::parse(body));
+  check_bytes(files::json_text(input.messages).size(), "messages", model);
+  if (!model.chat_template || !model.tokenizer) {
+    throw BadRequest("tools", "the model has no known chat template");
+  }
+  if (!input.tools.is_null()) {
+    check_bytes(files::json_text(input.tools).size(), "tools", model);
+    if (model.chat_template->source(true).find("tools") == std::string_view::npos) {
+      throw BadRequest("tools", "tools are not supported by the model's chat template");
+    }
+    format.tools = input.tools;
+  }
+  input.thinking = thinking;
+  return {{Segment::Kind::context,
+           model.tokenizer->encode(model.chat_template->render(input)),
+           {},
+           true}};
+}
+
+/// Whether a prompt ends with the mark of thoughts.
+bool begins_thoughts(const Prompt& prompt, const Tokenizer& tokenizer) {
+  constexpr std::size_t looked_at = 8;
+  const std::vector<TokenId>& ids = prompt.back().tokens;
+  const std::string end = tokenizer.decode(
+      std::vector<TokenId>(ids.end() - static_cast<std::ptrdiff_t>(std::min(looked_at, ids.size())),
+                           ids.end()),
+      false);
+  constexpr std::string_view mark = "<think>";
+  const std::size_t last = end.find_last_not_of(" \t\n\r");
+  return last != std::string::npos && last + 1 >= mark.size() &&
+         end.compare(last + 1 - mark.size(), mark.size(), mark) == 0;
+}
+
 /// Reads the fields of a chat. Sets the number of log probabilities in `generation`.
-Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request,
-                 GenerationRequest& generation) {
+Prompt read_chat(std::string_view body, const Json& json, const ServedModel& model,
+                 ApiRequest& request, GenerationRequest& generation) {
   request.has_logprobs = bool_of(json, "logprobs", false);
   const std::int64_t top = integer_of(json, "top_logprobs", 0, most_logprobs, 0);
   if (request.has_logprobs) {
@@ -457,11 +499,16 @@ Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request
     if (!wish->is_object()) refuse("chat_template_kwargs", "an object", *wish);
     thinking = bool_of(*wish, "enable_thinking", thinking);
   }
-  const Messages messages = messages_of(json);
-  std::size_t bytes = 0;
-  for (const ChatMessage& message : messages.messages) bytes += message.content.size();
-  check_bytes(bytes, "messages", model);
-  return segments_of(messages.messages, messages.parts, thinking, model);
+  AnswerFormat format;
+  if (model.chat_template) format = format_of(model.chat_template->source(uses_tools(json)));
+  format.calls_once = !bool_of(json, "parallel_tool_calls", true);
+  const Prompt prompt = uses_tools(json) ? prompt_with_tools(body, thinking, model, format)
+                                         : prompt_without_tools(json, thinking, model);
+  format.begins_in_thoughts = format.has_thoughts && begins_thoughts(prompt, *model.tokenizer);
+  if (format.has_thoughts || format.needs_special_tokens()) {
+    request.format = std::make_shared<const AnswerFormat>(std::move(format));
+  }
+  return prompt;
 }
 
 /// Reads the fields of a completion, as read_chat does.
@@ -543,7 +590,7 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   }
   std::vector<Prompt> prompts;
   if (is_chat) {
-    prompts.push_back(read_chat(json, model, request, generation));
+    prompts.push_back(read_chat(body, json, model, request, generation));
   } else {
     prompts = read_completion(json, model, request, generation);
   }

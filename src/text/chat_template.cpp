@@ -22,6 +22,7 @@ namespace kvzap {
 
 struct ChatTemplate::Source {
   std::string where;  // file and field
+  std::string text;
   jinja::Template source;
   /// The template of chats with tools, if there is another one. Few chats have tools.
   std::optional<gguf::NamedTemplate> tool_use;
@@ -199,7 +200,7 @@ ChatTemplate ChatTemplate::detect(const std::filesystem::path& folder) {
   const std::string config_name = gguf::name_of_model_file(folder, "tokenizer_config.json");
   ChatTemplate result;
   result.m_source = std::make_shared<const Source>(
-      Source{found.where, jinja::Template(found.text, found.where),
+      Source{found.where, found.text, jinja::Template(found.text, found.where),
              tool_use == templates.end() ? std::nullopt : std::optional(tool_use->second),
              special_tokens_of(tokenizer_config_of(folder), config_name)});
   const std::string probe = probe_message();
@@ -264,6 +265,10 @@ std::string ChatTemplate::render(const text::ChatInput& input) const {
     return jinja::Template(text, where).render(variables);
   }
   return m_source->source.render(variables);
+}
+
+std::string_view ChatTemplate::source(bool with_tools) const {
+  return with_tools && m_source->tool_use ? m_source->tool_use->text : m_source->text;
 }
 
 std::string ChatTemplate::between_turns() const {

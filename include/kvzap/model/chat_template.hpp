@@ -88,6 +88,9 @@ class ChatTemplate {
   /// to the names that templates read.
   std::string render(const text::ChatInput& input) const;
 
+  /// Returns the source of the template, or of that for chats with tools if there is another one.
+  std::string_view source(bool with_tools) const;
+
   /// Returns the text between an answer and the user's next message. In most templates it begins
   /// with the special token that ends every message. Throws Error if the template does not write
   /// both messages in this order.

@@ -9,6 +9,7 @@
 #include <kvzap/server/request.hpp>
 #include <kvzap/server/request_policies.hpp>
 #include <kvzap/server/scheduler.hpp>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,6 +17,9 @@
 #include <vector>
 
 namespace kvzap::server {
+
+struct AnswerFormat;
+class AnswerParser;
 
 /// Thrown for a wrong request, which the server answers with status 400. `field`: the invalid
 /// field, or ""; `code`: OpenAI's name of the error, or "".
@@ -74,6 +78,8 @@ struct ApiRequest {
   bool has_logprobs = false;
   bool echoes = false;
   std::vector<std::string> prompt_texts;  // for `echoes`
+  /// The parts that answers may have beside text; null: text alone.
+  std::shared_ptr<const AnswerFormat> format;
 
   /// Number of answers to all prompts.
   int answers() const { return prompts * choices; }
@@ -96,10 +102,10 @@ std::string error_body(const std::string& what, const std::string& type,
 /// The text of an answer, token by token, up to the first stop text.
 class AnswerText {
  public:
-  /// `continues`: the answer goes on with the prompt's text, so the space of its first token
-  /// counts.
-  AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop, bool continues = false)
-      : m_decoder(tokenizer, true, continues), m_stop(std::move(stop)) {}
+  AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop)
+      : m_decoder(tokenizer), m_stop(std::move(stop)) {}
+  /// The text of an answer to `request`.
+  AnswerText(const Tokenizer& tokenizer, const ApiRequest& request);
   /// Adds a token and returns new text. Holds back text that may begin a stop text.
   std::string append(TokenId token);
   /// Returns the text held back.
@@ -136,6 +142,9 @@ class ReplyWriter {
   /// `id`: the id of the scheduler's ticket for the first prompt. `created`: seconds since 1970.
   ReplyWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
               std::int64_t created);
+  ReplyWriter(const ReplyWriter&) = delete;
+  ReplyWriter& operator=(const ReplyWriter&) = delete;
+  ~ReplyWriter();
 
   /// An answer that has ended.
   struct Whole {
@@ -150,8 +159,8 @@ class ReplyWriter {
   std::string begin(int choice) const;
   /// Returns an event with new text of a choice. `tokens`: for log probabilities.
   std::string piece(int choice, const std::string& text, const std::vector<TokenText>& tokens);
-  /// Returns the last event of a choice.
-  std::string end(int choice, const Ending& ending) const;
+  /// Returns the last events of a choice.
+  std::string end(int choice, const Ending& ending);
   /// Returns the event with token counts. `endings`: of all answers.
   std::string usage(const std::vector<Ending>& endings) const;
   /// Returns the token counts of all answers. A prompt's tokens count once for all its answers.
@@ -170,6 +179,9 @@ class ReplyWriter {
   int m_choices;                       // of each prompt
   std::vector<std::string> m_echoes;   // of each prompt
   std::vector<std::size_t> m_offsets;  // characters of tokens so far, of each answer
+  std::shared_ptr<const AnswerFormat> m_format;
+  std::vector<AnswerParser> m_parsers;  // of each answer in a stream
+  std::vector<int> m_calls;             // of tools, in each answer of a stream so far
 };
 
 /// Returns the body of /v1/models.

@@ -9,6 +9,9 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "server/answer_parts.hpp"
+#include "unit/temporary_folder.hpp"
+
 namespace kvzap::server {
 namespace {
 
@@ -280,7 +283,7 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"model", 3}}, "model", "string");
   of_chat({{"messages", Json::array()}}, "messages", "1 to");
   of_chat({{"messages", {1}}}, "messages[0]", "object");
-  of_chat({{"messages", {message("tool", "x")}}}, "messages[0].role", "tool");
+  of_chat({{"messages", {message("robot", "x")}}}, "messages[0].role", "robot");
   of_chat({{"messages", {message("user", 3)}}}, "messages[0].content", "string");
   of_chat({{"messages", {{{"role", "user"}}}}}, "messages[0].content", "missing");
   of_chat({{"messages", {message("user", {{{"type", "image_url"}}})}}}, "messages[0].content",
@@ -306,7 +309,20 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"stream", "yes"}}, "stream", "true or false");
   of_chat({{"top_logprobs", 2}}, "top_logprobs", "logprobs");
   of_chat({{"logprobs", true}, {"top_logprobs", 21}}, "top_logprobs", "20");
-  of_chat({{"tools", {{{"type", "function"}}}}}, "tools", "not supported");
+  const Json tool = {{"type", "function"}, {"function", {{"name", "now"}}}};
+  of_chat({{"tools", {tool}}}, "tools", "not supported by the model's chat template");
+  of_chat({{"tools", {{{"type", "function"}}}}}, "tools[0]", "function");
+  of_chat({{"tools", 5}}, "tools", "an array");
+  of_chat({{"tools", {tool, tool}}}, "tools[1].function.name", "another tool");
+  of_chat({{"tools", {{{"function", {{"name", "a b"}}}}}}}, "tools[0].function.name", "letters");
+  of_chat({{"tools", {tool}}, {"tool_choice", "required"}}, "tool_choice", "not supported");
+  Json call = message("assistant", nullptr);
+  call["tool_calls"] = {{{"function", {{"name", "now"}, {"arguments", "[1]"}}}}};
+  of_chat({{"messages", {call, message("tool", "5")}}},
+          "messages[0].tool_calls[0].function.arguments", "no JSON object");
+  call["tool_calls"] = 5;
+  of_chat({{"messages", {call, message("tool", "5")}}}, "messages[0].tool_calls", "an array");
+  of_chat({{"messages", {message("tool", "5"), message("assistant", "x")}}}, "messages", "last");
   for (const char* field : {"grammar", "json_schema", "structured_outputs", "guided_json"}) {
     of_chat({{field, {{"type", "object"}}}}, field, "not supported");
   }
@@ -354,13 +370,13 @@ TEST(Protocol, BadRequestsNameTheirField) {
 }
 
 TEST(Protocol, RulesForTokens) {
-  Json body = {{"messages",
-                {message("user", "x"), message("assistant", nullptr), message("user", "y")}},
-               {"stop_token_ids", {7, 8}},
-               {"min_tokens", 3},
-               {"logit_bias", {{"5", -100}, {"6", 1.5}}},
-               {"tool_choice", "none"},
-               {"repeat_penalty", 1.0}};
+  Json body = {
+      {"messages", {message("user", "x"), message("assistant", nullptr), message("user", "y")}},
+      {"stop_token_ids", {7, 8}},
+      {"min_tokens", 3},
+      {"logit_bias", {{"5", -100}, {"6", 1.5}}},
+      {"tool_choice", "none"},
+      {"repeat_penalty", 1.0}};
   const GenerationRequest request = chat(body).generations.front();
   EXPECT_EQ(request.stop_ids, (std::vector<TokenId>{1, 2, 7, 8}));
   EXPECT_EQ(request.sampling.end_tokens, request.stop_ids);
@@ -369,6 +385,87 @@ TEST(Protocol, RulesForTokens) {
             (std::vector<std::pair<TokenId, float>>{{5, -100.0F}, {6, 1.5F}}));
   body["ignore_eos"] = true;
   EXPECT_EQ(chat(body).generations.front().stop_ids, (std::vector<TokenId>{7, 8}));
+}
+
+/// The model with the chat template of a family with tools and thoughts.
+ServedModel served_with_tools() {
+  const test::TemporaryFolder folder;
+  folder.write(
+      "chat_template.jinja",
+      "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+      "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+      "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} "
+      "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+      "{% if add_generation_prompt %}<|im_start|>assistant\n"
+      "{% if enable_thinking %}<think>\n{% endif %}{% endif %}");
+  folder.write("tokenizer_config.json", "{}");
+  ServedModel model = served();
+  model.chat_template = ChatTemplate::detect(folder.path());
+  return model;
+}
+
+const char* const tool_body = R"({
+  "messages": [{"role": "user", "content": "Time?"},
+    {"role": "assistant", "content": null, "tool_calls": [{"id": "1", "type": "function",
+      "function": {"name": "now", "arguments": "{\"zone\": \"UTC\", \"a\": 1}"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "5"}],
+  "tools": [{"type": "function", "function": {"name": "now", "parameters":
+    {"type": "object", "properties": {"zone": {"type": "string"}, "a": {}}}}}])";
+
+TEST(Protocol, ToolsAreRenderedInTheirOrder) {
+  const ServedModel model = served_with_tools();
+  const ApiRequest request = parse_request(std::string(tool_body) + "}", true, model);
+  EXPECT_EQ(text_of(request.generations.front().prompt, model),
+            R"(<tools>{"type": "function", "function": {"name": "now", "parameters": )"
+            R"({"type": "object", "properties": {"zone": {"type": "string"}, "a": {}}}}}</tools>)"
+            "<|im_start|>user\nTime?<|im_end|>\n<|im_start|>assistant\n<tool_call>now "
+            R"({"zone": "UTC", "a": 1}</tool_call><|im_end|>)"
+            "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n");
+  ASSERT_TRUE(request.format);
+  EXPECT_EQ(request.format->style, ToolStyle::hermes);
+  EXPECT_EQ(request.format->tools.size(), 1U);
+  EXPECT_FALSE(request.format->begins_in_thoughts || request.format->calls_once);
+  const ApiRequest thinking = parse_request(
+      std::string(tool_body) +
+          R"(, "parallel_tool_calls": false, "chat_template_kwargs": {"enable_thinking": true}})",
+      true, model);
+  EXPECT_TRUE(thinking.format->begins_in_thoughts && thinking.format->calls_once);
+  const ApiRequest none =
+      parse_request(std::string(tool_body) + R"(, "tool_choice": "none"})", true, model);
+  EXPECT_TRUE(none.format->tools.empty());
+}
+
+TEST(Protocol, RepliesHaveCallsAndThoughts) {
+  const ServedModel model = served_with_tools();
+  const ApiRequest request = parse_request(std::string(tool_body) + "}", true, model);
+  Ending ending;
+  ending.reason = EndReason::stop_id;
+  const std::string text =
+      R"(<think>Hm.</think><tool_call>{"name": "now", "arguments": {"a": 2}}</tool_call>)";
+  ReplyWriter writer(request, model, 7, 1700000000);
+  const Json whole = Json::parse(writer.body({{text, {}, ending}}))["choices"][0];
+  EXPECT_EQ(whole["finish_reason"], "tool_calls");
+  EXPECT_EQ(whole["message"], Json::parse(R"({"role": "assistant", "content": null,
+    "reasoning_content": "Hm.", "tool_calls": [{"id": "call-chatcmpl-7-0-0", "type": "function",
+      "function": {"name": "now", "arguments": "{\"a\":2}"}}]})"));
+  std::string stream;
+  for (const char c : text) stream += writer.piece(0, std::string(1, c), {});
+  stream += writer.end(0, ending);
+  std::string thoughts;
+  Json calls = Json::array(), reasons = Json::array();
+  for (std::size_t at = 0, next; (next = stream.find("\n\n", at)) != stream.npos; at = next + 2) {
+    const Json choice = Json::parse(stream.substr(at + 6, next - at - 6))["choices"][0];
+    thoughts += choice["delta"].value("reasoning_content", "");
+    for (const Json& call : choice["delta"].value("tool_calls", Json::array())) {
+      calls.push_back(call);
+    }
+    if (!choice["finish_reason"].is_null()) reasons.push_back(choice["finish_reason"]);
+  }
+  EXPECT_EQ(thoughts, "Hm.");
+  ASSERT_EQ(calls.size(), 1U);
+  EXPECT_EQ(calls[0]["index"], 0);
+  EXPECT_EQ(calls[0]["function"], whole["message"]["tool_calls"][0]["function"]);
+  EXPECT_EQ(reasons, Json({"tool_calls"}));
 }
 
 TEST(Protocol, SegmentsAreTheRenderedConversation) {

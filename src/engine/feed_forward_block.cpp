@@ -101,7 +101,7 @@ linalg::RoundedRows FeedForwardBlock::gate(Step& step, const Weights& weights, b
   if (rounds) rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
   activate(step.exec, gate_up, inputs, rounded,
            {step.config.activation, static_cast<float>(step.config.gate_limit),
-            step.config.gates_feed_forward, weights.xielu});
+            step.config.gates_feed_forward, weights.xielu, weights.limit});
   return rounded;
 }
 

@@ -485,7 +485,7 @@ void activate_on_host(const linalg::ConstMatrix& gate_up, const linalg::Matrix& 
   base::host_for("kvzap::step::activate", gated.extent(0), width, [=](std::int64_t i) {
     const float* const gate = &gate_up(i, 0);
     float* const target = &gated(i, 0);
-    if (rule.has_gate) {
+    if (rule.has_gate && rule.output_limit == 0) {
       const float* const up = gate + width;
       if (rule.activation == Activation::silu) return linalg::silu_times(gate, up, target, width);
       if (rule.activation == Activation::gelu_tanh) {
@@ -497,6 +497,9 @@ void activate_on_host(const linalg::ConstMatrix& gate_up, const linalg::Matrix& 
     }
     std::copy_n(gate, width, target);
     activate_row(rule, target, width);
+    if (rule.output_limit > 0) {
+      return linalg::multiply_limited(target, gate + width, rule.output_limit, width);
+    }
     if (rule.has_gate) linalg::multiply(target, gate + width, width);
   });
 }
@@ -528,6 +531,13 @@ KOKKOS_INLINE_FUNCTION float activated(const ActivationRule& rule, float gate, f
   return gate / (1.0f + base::math::exp(-y)) * up;
 }
 
+KOKKOS_INLINE_FUNCTION float limited(const ActivationRule& rule, float gate, float up) {
+  const float limit = rule.output_limit;
+  if (limit == 0) return activated(rule, gate, up);
+  const float active = activated(rule, gate, 1.0f);
+  return (active > limit ? limit : active) * (up > limit ? limit : (up < -limit ? -limit : up));
+}
+
 template <class Value>
 void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
                         const linalg::Matrix& gated, const linalg::RowRounder<Value>& rounded,
@@ -536,7 +546,7 @@ void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& g
   const std::int64_t width = gated.extent(1);
   const ActivationRule rule = of_part;
   const auto value_at = KOKKOS_LAMBDA(std::int64_t i, std::int64_t d) {
-    return activated(rule, gate_up(i, d), rule.has_gate ? gate_up(i, width + d) : 1.0f);
+    return limited(rule, gate_up(i, d), rule.has_gate ? gate_up(i, width + d) : 1.0f);
   };
   if (linalg::RowRounder<Value>::is_scaled && rounded.has_room()) {
     Kokkos::parallel_for(

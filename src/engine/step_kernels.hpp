@@ -127,11 +127,12 @@ struct ActivationRule {
   float limit = 0;  // ModelConfig::gate_limit
   bool has_gate = true;
   linalg::Xielu xielu = {};
+  float output_limit = 0;  // LayerConfig::dense_limit or experts_limit; needs a gate
 };
 
 /// gated (token, width) = activation(gate) * up of gate_up (token, 2 * width), by the formulas
-/// of Activation; without a gate activation(up) of gate_up (token, width). If `rounded` exists it
-/// receives the result, and the content of `gated` is unspecified.
+/// of Activation and with output_limit; without a gate activation(up) of gate_up (token, width). If
+/// `rounded` exists it receives the result, and the content of `gated` is unspecified.
 void activate(const ExecutionSpace& exec, const linalg::ConstMatrix& gate_up,
               const linalg::Matrix& gated, const linalg::RoundedRows& rounded,
               const ActivationRule& rule = {});

@@ -84,6 +84,10 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"feed_forward.shared_expert.gate_proj", "ffn_gate_shexp"},
                                     {"feed_forward.shared_expert.up_proj", "ffn_up_shexp"},
                                     {"feed_forward.shared_expert.down_proj", "ffn_down_shexp"},
+                                    {"share_expert.gate_proj", "ffn_gate_shexp"},
+                                    {"share_expert.up_proj", "ffn_up_shexp"},
+                                    {"share_expert.down_proj", "ffn_down_shexp"},
+                                    {"moe.gate", "ffn_gate_inp"},
                                     {"block_sparse_moe.gate", "ffn_gate_inp"},
                                     {"block_sparse_moe.experts.{}.w1", "ffn_gate_exps"},
                                     {"block_sparse_moe.experts.{}.w3", "ffn_up_exps"},
@@ -186,9 +190,9 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"attn.c_proj", "attn_output"}};
 
 // The block of tensors of all experts.
-constexpr std::string_view expert_blocks[] = {"mlp.experts.", "feed_forward.experts.",
-                                              "block_sparse_moe.experts.", "block_sparse_moe.",
-                                              "ffn.experts.mlp."};
+constexpr std::string_view expert_blocks[] = {
+    "mlp.experts.",      "feed_forward.experts.", "block_sparse_moe.experts.",
+    "block_sparse_moe.", "ffn.experts.mlp.",      "moe."};
 
 // Whole names in a layer, of tensors without ".weight" and ".bias" in checkpoints.
 constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
@@ -349,9 +353,10 @@ std::vector<std::string> fused_expert_names(const Architecture& architecture,
     };
     if (rest == "gate_up_proj" || rest == "input_linear.weight")
       return {named("ffn_gate_exps"), named("ffn_up_exps")};
-    if (rest == "w1") return {named("ffn_gate_exps")};
-    if (rest == "v1") return {named("ffn_up_exps")};
-    if (rest == "down_proj" || rest == "output_linear.weight" || rest == "w2") {
+    if (rest == "w1" || rest == "gate_proj.weight") return {named("ffn_gate_exps")};
+    if (rest == "v1" || rest == "up_proj.weight") return {named("ffn_up_exps")};
+    if (rest == "down_proj" || rest == "down_proj.weight" || rest == "output_linear.weight" ||
+        rest == "w2") {
       return {named("ffn_down_exps")};
     }
   }

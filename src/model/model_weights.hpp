@@ -26,6 +26,7 @@ struct Model::Weights {
     Vector down_bias;     // on rank 0 alone: it is added once, before the sum over ranks
     Vector inner_norm;    // (width): of the inputs of down; or empty
     linalg::Xielu xielu;  // of Activation::xielu
+    float limit = 0;      // LayerConfig::dense_limit or experts_limit
   };
 
   /// Latent attention (LatentConfig), for this rank's query heads. Keys are in the engine's order

@@ -86,6 +86,8 @@ class LayerReader {
       layer.dense = feed_forward(m_names.feed_forward, width, m_config.mlp_bias, m_names.gate_up);
     }
     if (m_config.activation == Activation::xielu) layer.dense.xielu = xielu();
+    layer.dense.limit = static_cast<float>(own.dense_limit);
+    for (FeedForward& expert : layer.experts) expert.limit = static_cast<float>(own.experts_limit);
     m_streams.read(index, m_prefix, layer);
     return layer;
   }
@@ -526,9 +528,10 @@ class LayerReader {
     Ranges rows = own;
     append_shifted(rows, own, width);
     const bool has_own = !m_names.experts_up.empty();  // tensors for gate and up
+    const bool is_flat = has_own && !m_names.rows_first;
     const auto gate_and_up = [&](const char* ending) -> std::vector<TensorRows> {
       if (has_own) {
-        const TensorSlice slice{expert, experts.count, false, true, true};
+        const TensorSlice slice{expert, experts.count, false, true, is_flat};
         return {{m_prefix + std::string(m_names.experts_gate), width, own, slice},
                 {m_prefix + std::string(m_names.experts_up), width, own, slice}};
       }
@@ -537,7 +540,7 @@ class LayerReader {
     };
     const auto down = [&](const char* ending) -> std::vector<TensorRows> {
       return {{fmt::format("{}{}{}", m_prefix, m_names.experts_down, ending), m_config.hidden_size,
-               m_hidden, TensorSlice{expert, experts.count, false, m_names.rows_first, has_own}}};
+               m_hidden, TensorSlice{expert, experts.count, false, m_names.rows_first, is_flat}}};
     };
     FeedForward result;
     result.gate_up = m_source.linear(gate_and_up(""), m_config.hidden_size, m_hidden);

@@ -41,13 +41,14 @@ from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
 from kvpress.utils import compute_n_kept
 from hybrid_models import HybridCache, accept_newer_names, attached, attention_layers, drop_tensors, fuse_experts
 from hybrid_models import rename_dense_parts, split_convolutions
+from step_model import Step3p5ForCausalLM, name_published_tensors
 from make_base_goldens import watched_inputs
 from make_policy_goldens import exact_attention, save_file
 from margins import Margins, TooClose, watch_routers
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers import AttentionMaskInterface, Emu3ForCausalLM, Emu3TextConfig
-from transformers import Mistral4Config, Mistral4ForCausalLM
+from transformers import Mistral4Config, Mistral4ForCausalLM, Step3p7TextConfig
 from transformers.masking_utils import eager_mask
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
@@ -1707,6 +1708,40 @@ FAMILIES = {
         shared_expert_intermediate_size=16,
         rope_parameters={FULL: rope(500000.0)},
     ),
+    # Limits bind in a dense part, in experts alone, in the shared expert alone, and in both.
+    "step3p7": family(
+        "step3p5",
+        "pad_token_id",
+        pad_token_id=0,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=44,
+        layer_types=[FULL, *SLIDING],
+        sliding_window=24,
+        num_sliding_attention_heads=6,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        share_expert_dim=12,
+        moe_router_scaling_factor=1.6,
+        mlp_layer_types=["dense", "dense", "sparse", "sparse", "sparse"],
+        swiglu_limits=[0.0, 0.0, 0.7, None, 1.1],
+        swiglu_limits_shared=[None, 0.8, 0.0, 0.9, 0.6],
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            FULL: {
+                "rope_type": "llama3",
+                "rope_theta": 5000000.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+            },
+            WINDOW_KIND: rope(10000.0, partial_rotary_factor=1.0),
+        },
+    ),
     "modernbert_decoder": family(
         "modernbert-decoder",
         *OWN_NAMES,
@@ -1832,7 +1867,8 @@ FAMILIES = {
 # Layers of these kinds have no attention.
 WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
 # Norms of these multiply by 1 plus their weight.
-ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma", "vaultgemma", "nemotron")
+ADDS_ONE = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma", "vaultgemma", "nemotron",
+            "step3p5")
 # Their layers without windows have no RoPE.
 FULL_WITHOUT_ROPE = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe", "flint", "kolibri1")
 # Their layers have no RoPE, and no field for it.
@@ -1938,7 +1974,8 @@ def kv_heads(config):
         return 1
     if config.model_type.startswith("gemma4"):
         return config.per_layer_config[FULL].num_key_value_heads
-    return getattr(config, "num_key_value_heads", config.num_attention_heads)
+    # The number of query heads may be one of each layer.
+    return config.num_key_value_heads if hasattr(config, "num_key_value_heads") else config.num_attention_heads
 
 
 def make_surrogate(config, folder, seed):
@@ -1963,6 +2000,8 @@ def load(folder):
         with_default_layer_type(model.model.rotary_emb)
     if model.config.model_type in OTHER_PARTS:
         rename_parts(model, *OTHER_PARTS[model.config.model_type])
+    # kvpress reads the query heads of the layers that it prunes here: those of full layers.
+    model.config.allow_global_per_layer_attribute_access = True
     # kvpress finds the heads of the cache here; the layers of a model with latents do not look again.
     model.config.num_key_value_heads = kv_heads(model.config)
     for module in model.modules():
@@ -2361,7 +2400,7 @@ def why_not_expected_attention(config):
         return "kvpress scales scores by the root of head_dim"
     if config.model_type == "nemotron_h":
         return "kvpress rotates the queries of layers without RoPE"
-    if config.model_type in ("mimo_v2_flash", "laguna", "modernbert-decoder"):
+    if config.model_type in ("mimo_v2_flash", "laguna", "step3p5", "modernbert-decoder"):
         return "kvpress knows one RoPE for all layers"
     if config.model_type in INTERLEAVED:
         return "kvpress rotates halves of heads"
@@ -2559,6 +2598,8 @@ def main():
     # Only the text models of other classes.
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
+    name_published_tensors()
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)
     if arguments.check:
         sys.exit(not all([check_family(name) for name in names]))

@@ -11,6 +11,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TopKRouter
 
 # By how much choices must be clear: of the largest logit of a step, of the largest score of a
 # router, of the largest score of the surrogate, of the largest score of a policy in a head.
@@ -76,7 +77,7 @@ def watch_routers(model, margins):
             scores = module.moe_statics(scores.softmax(dim=-1))
         elif isinstance(module, Llama4Router):
             scores = output[1]
-        elif isinstance(module, LagunaTopKRouter):
+        elif isinstance(module, (LagunaTopKRouter, Step3p7TopKRouter)):
             scores = scores.sigmoid() + module.e_score_correction_bias
         elif isinstance(module, Kolibri1TopKRouter):
             scores = scores + module.e_score_correction_bias

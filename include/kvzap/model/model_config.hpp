@@ -389,6 +389,11 @@ struct LayerConfig {
   std::int64_t query_heads = 0;
   /// The layer has the sinks of ModelConfig::has_sinks.
   bool has_sinks = true;
+  /// A limit l of feed-forward parts with gates: the activation of a gate becomes at most l, and
+  /// its factor u clamp(u, -l, l) (Step-3.5). Of the dense part or the shared expert, and of the
+  /// other experts; 0: none.
+  double dense_limit = 0;
+  double experts_limit = 0;
 
   bool has_attention() const {
     return mixing == TokenMixing::attention || mixing == TokenMixing::attention_and_state_space ||

@@ -249,6 +249,16 @@ KVZAP_BODY void multiply_body(float* target, const float* factors, std::int64_t 
   for (std::int64_t i = 0; i < count; ++i) target[i] *= factors[i];
 }
 
+KVZAP_BODY void multiply_limited_body(float* target, const float* factors, float limit,
+                                      std::int64_t count) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < count; ++i) {
+    float factor = factors[i] > limit ? limit : factors[i];
+    factor = factor < -limit ? -limit : factor;
+    target[i] = (target[i] > limit ? limit : target[i]) * factor;
+  }
+}
+
 KVZAP_BODY void xielu_body(float* values, std::int64_t count, const Xielu& parameters) {
   const auto [positive, negative, slope, limit] = parameters;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -320,6 +330,9 @@ KVZAP_KERNEL(void, gelu_tanh, (float* values, std::int64_t count), (values, coun
 KVZAP_KERNEL(void, relu_squared, (float* values, std::int64_t count), (values, count))
 KVZAP_KERNEL(void, multiply, (float* target, const float* factors, std::int64_t count),
              (target, factors, count))
+KVZAP_KERNEL(void, multiply_limited,
+             (float* target, const float* factors, float limit, std::int64_t count),
+             (target, factors, limit, count))
 KVZAP_KERNEL(void, xielu, (float* values, std::int64_t count, const Xielu& parameters),
              (values, count, parameters))
 

@@ -72,6 +72,8 @@ void gelu_tanh(float* values, std::int64_t count);
 void relu_squared(float* values, std::int64_t count);
 /// target[i] *= factors[i]
 void multiply(float* target, const float* factors, std::int64_t count);
+/// target[i] = min(target[i], limit) * f, f = factors[i] clamped to [-limit, limit]
+void multiply_limited(float* target, const float* factors, float limit, std::int64_t count);
 
 /// Parameters of xIELU.
 struct Xielu {

@@ -82,6 +82,37 @@ std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent, const 
   return fields.has_key(field) ? window.value_or(0) : absent;
 }
 
+void set_query_heads(ConfigFields& fields, const char* field, const json& counts,
+                     ModelConfig& config) {
+  constexpr std::int64_t most = 65536;
+  const std::int64_t kv_heads = config.num_key_value_heads;
+  std::optional<std::int64_t> of_full;
+  for (std::size_t l = 0; l < config.layers.size(); ++l) {
+    const json& count = counts[l];
+    const bool is_count = count.is_number_unsigned() && count > 0 && count <= most;
+    if (!is_count || count.get<std::int64_t>() % kv_heads != 0) {
+      fields.fail(field,
+                  fmt::format("multiples of num_key_value_heads ({}) up to {}", kv_heads, most),
+                  described(count));
+    }
+    const auto heads = count.get<std::int64_t>();
+    if (config.layers[l].window > 0) {
+      config.layers[l].query_heads = heads;
+    } else if (of_full.value_or(heads) != heads) {
+      fields.fail(field, fmt::format("the same number in all full layers ({})", *of_full),
+                  fmt::format("{}", heads));
+    } else {
+      of_full = heads;
+    }
+  }
+  config.num_attention_heads = of_full.value_or(config.num_attention_heads);
+  for (LayerConfig& layer : config.layers) {
+    // Layers with other heads than the model's stay windows, as policies see heads of one number.
+    if (layer.query_heads == config.num_attention_heads) layer.query_heads = 0;
+    layer.keeps_window = layer.query_heads > 0;
+  }
+}
+
 ExpertsConfig read_experts(ConfigFields& fields, const char* count_field,
                            std::int64_t default_per_token, const ModelConfig& config,
                            const char* per_token_field, std::int64_t identities) {

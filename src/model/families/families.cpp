@@ -120,6 +120,7 @@ constexpr const Family* all_families[] = {
     &emu3,
     &mimo_v2_flash,
     &laguna,
+    &step3p5,
     &codegen,
     &dbrx,
     &phi4_multimodal,
@@ -167,6 +168,7 @@ std::string_view missing_parts(std::string_view class_name) {
       {"RecurrentGemmaForCausalLM", "layers with gated linear recurrent units"},
       {"JetMoeForCausalLM", "experts that are heads of attention"},
       {"ZayaForCausalLM", "attention whose queries and keys pass convolutions"},
+      {"DiffLlamaForCausalLM", "differential attention, whose values are those of two KV heads"},
       {"PaliGemmaForConditionalGeneration", "attention of a prompt's tokens to later ones"}};
   for (const auto& [name, parts] : known) {
     if (name == class_name) return parts;

@@ -21,7 +21,7 @@ extern const Family gemma4, gemma4_unified, gemma3n;
 extern const Family lfm2, lfm2_moe, bamba, granitemoehybrid, nemotron_h, falcon_h1, olmo_hybrid,
     jamba, lfm3, zamba, zamba2;
 extern const Family exaone, internlm3, iquestcoder, emu3, sarvam_moe, mimo_v2_flash, laguna,
-    codegen, dbrx, phi4_multimodal, phi4mm, modernbert_decoder, xglm, gpt_neox_japanese;
+    step3p5, codegen, dbrx, phi4_multimodal, phi4mm, modernbert_decoder, xglm, gpt_neox_japanese;
 extern const Family jais2, nanochat, bitnet, phimoe, kolibri1, opt, biogpt, persimmon, gpt_bigcode,
     gptj, gpt_neo, aria_text;
 

@@ -96,8 +96,8 @@ struct TensorNames {
   std::string_view experts_down = "";
   bool alternates = false;
   bool rows_first = false;  // (expert, output, input)
-  // Or gate and up in tensors (expert * output, input) of their own, beside `experts_down` (expert
-  // * input, output).
+  // Or gate and up in tensors of their own: (expert, output, input) with rows_first, else (expert *
+  // output, input) beside an `experts_down` (expert * input, output).
   std::string_view experts_gate = "";
   std::string_view experts_up = "";
   std::string_view shared = "mlp.shared_experts";
@@ -223,6 +223,12 @@ void set_window(ConfigFields& fields, std::int64_t window, ModelConfig& config);
 /// Returns the window of a field; `absent` without the field and 0 for null.
 std::int64_t sliding_window_or(ConfigFields& fields, std::int64_t absent,
                                const char* field = "sliding_window");
+
+/// Sets the query heads of the layers, numbers that `field` states. Those of full layers become the
+/// model's; others are for layers with windows alone, which then stay windows. Throws Error for
+/// numbers that are no multiples of the KV heads, and for full layers with different ones.
+void set_query_heads(ConfigFields& fields, const char* field, const nlohmann::json& counts,
+                     ModelConfig& config);
 
 /// Reads the numbers of experts and of those of a token (default 0: the file must have it), of
 /// which `identities` more can be (ExpertsConfig). Throws Error for sizes out of bounds.

@@ -323,7 +323,13 @@ TEST(StepKernelsOfRows, NormRows) {
 
 /// What a feed-forward part makes of its gate and its up projection, as transformers computes it.
 double activated(const engine::ActivationRule& rule, double gate, double up) {
-  const double limit = rule.limit;
+  const double limit = rule.limit, output_limit = rule.output_limit;
+  if (output_limit > 0) {
+    engine::ActivationRule unlimited = rule;
+    unlimited.output_limit = 0;
+    return std::min(activated(unlimited, gate, 1), output_limit) *
+           std::clamp(up, -output_limit, output_limit);
+  }
   switch (rule.activation) {
     case kvzap::Activation::gelu:
       return 0.5 * gate * (1 + std::erf(gate / std::sqrt(2.0))) * up;
@@ -358,6 +364,9 @@ TYPED_TEST(StepKernels, Activations) {
     rules.push_back({activation, 0, false});
   }
   rules.push_back({Activation::xielu, 0, false, {0.8f, 1.3f, 0.5f, -1e-6f}});
+  for (const auto activation : {Activation::silu, Activation::gelu}) {
+    rules.push_back({activation, 0, true, {}, 0.3f});
+  }
   for (const auto& rule : rules) {
     in_each_form([&](bool device) {
       constexpr std::int64_t tokens = 4, width = 67;

@@ -121,6 +121,17 @@ const ElementKernel element_kernels[] = {
        return gate * sigmoid(1.702 * gate) * (std::clamp(b, double{-limit}, double{limit}) + 1);
      },
      1e-6, 1e-6},
+    {"multiply_limited",
+     [](const float* a, const float* b, float* target, std::int64_t n) {
+       in_place(a, target, n, [b](float* x, std::int64_t count) {
+         linalg::multiply_limited(x, b, limit, count);
+       });
+     },
+     [](double a, double b) {
+       const double factor = std::clamp(b, double{-limit}, double{limit});
+       return static_cast<double>(static_cast<float>(std::min(a, double{limit}) * factor));
+     },
+     0, 0},
     {"gelu_tanh",
      [](const float* a, const float*, float* target, std::int64_t n) {
        in_place(a, target, n, linalg::gelu_tanh);

@@ -723,6 +723,7 @@ TEST(Families, FieldsOfExpertsAreChecked) {
 
 TEST(Families, ErrorsSayWhatAClassLacks) {
   expect_error([] { load("JetMoeForCausalLM"); }, {"needs experts that are heads of attention"});
+  expect_error([] { load("DiffLlamaForCausalLM"); }, {"needs differential attention"});
   EXPECT_EQ(load("Ernie4_5_ForCausalLM").architecture, "Ernie4_5ForCausalLM");
   expect_error(
       [] { load("Qwen9ForCausalLM", R"("kv_lora_rank":3,"hypers":[1])"); },
@@ -786,7 +787,7 @@ TEST(Families, EveryTensorIsRead) {
     EXPECT_EQ(found, expected);
     ++checked;
   }
-  EXPECT_EQ(checked, 126);
+  EXPECT_EQ(checked, 127);
 }
 
 /// Tensors without a name in GGUF would get no type when weights are quantised while they are

@@ -118,15 +118,18 @@ class Fp8Tensor final : public QuantisedTensor {
             const QuantisedConfig& config)
       : QuantisedTensor(files, values), m_columns(shape.back()) {
     require_shape(values, shape);
-    const std::int64_t rows = shape.front();
+    const std::int64_t rows = m_rows = shape[shape.size() - 2];
     const TensorInfo* scales = find_part(values.name + "_scale_inv", any_float);
     if (scales == nullptr) scales = &part(values.name + "_scale", any_float);
     m_scales = floats(*scales);
     if (config.block_rows != 0) {
       m_block_rows = config.block_rows;
       m_block_columns = config.block_columns;
-      require_shape(*scales,
-                    {quotient_up(rows, m_block_rows), quotient_up(m_columns, m_block_columns)});
+      m_blocks_in_column = quotient_up(rows, m_block_rows);
+      Shape of_blocks = shape;
+      of_blocks[shape.size() - 2] = m_blocks_in_column;
+      of_blocks.back() = quotient_up(m_columns, m_block_columns);
+      require_shape(*scales, of_blocks);
     } else {
       m_block_columns = m_columns;
       const Shape& found = scales->shape;
@@ -148,7 +151,7 @@ class Fp8Tensor final : public QuantisedTensor {
     const std::int64_t blocks = quotient_up(m_columns, block_values);
     buffer.assign(static_cast<std::size_t>(blocks * (4 + block_values)), std::byte{0});
     const std::byte* const values = first().data + row * m_columns;
-    const float* const scales = m_scales.data() + row / m_block_rows * m_blocks_in_row;
+    const float* const scales = scales_of(row);
     std::byte* target = buffer.data();
     for (std::int64_t begin = 0; begin < m_columns; begin += block_values) {
       const std::int64_t count = std::min(block_values, m_columns - begin);
@@ -167,7 +170,7 @@ class Fp8Tensor final : public QuantisedTensor {
             float* target) const override {
     for (std::int64_t row = row_begin; row < row_end; ++row) {
       const std::byte* const values = first().data + row * m_columns;
-      const float* const scales = m_scales.data() + row / m_block_rows * m_blocks_in_row;
+      const float* const scales = scales_of(row);
       for (std::int64_t column = begin; column < end;) {
         const std::int64_t block = column / m_block_columns;
         const std::int64_t last = std::min(end, (block + 1) * m_block_columns);
@@ -182,12 +185,20 @@ class Fp8Tensor final : public QuantisedTensor {
  private:
   static constexpr std::int64_t block_values = 128;  // see linalg/quantised/format.hpp
 
+  /// Rows of further leading extents follow one another. Blocks end with a matrix.
+  const float* scales_of(std::int64_t row) const {
+    const std::int64_t first = row / m_rows * m_blocks_in_column;
+    return m_scales.data() + (first + row % m_rows / m_block_rows) * m_blocks_in_row;
+  }
+
   std::int64_t m_columns;
+  std::int64_t m_rows = 1;  // of a matrix
+  std::int64_t m_blocks_in_column = 1;
   bool m_has_blocks = false;
   std::int64_t m_block_rows = 1;
   std::int64_t m_block_columns = 1;
   std::int64_t m_blocks_in_row = 1;
-  std::vector<float> m_scales;  // (blocks of rows, blocks of columns)
+  std::vector<float> m_scales;  // (matrix, blocks of rows, blocks of columns)
 };
 
 class Mxfp4Tensor final : public QuantisedTensor {
@@ -550,7 +561,9 @@ const TensorInfo* QuantisedStore::quantised(std::string_view name) const {
 std::unique_ptr<StoredTensor> QuantisedStore::at(std::string_view name, const Shape& shape) const {
   const TensorInfo* const first = quantised(name);
   if (first == nullptr) return m_plain.at(name, shape);
-  if (shape.size() < 2 || (shape.size() > 2 && m_config.format != QuantisedFormat::mxfp4)) {
+  const bool has_matrices = m_config.format == QuantisedFormat::mxfp4 ||
+                            (m_config.format == QuantisedFormat::fp8 && m_config.block_rows != 0);
+  if (shape.size() < 2 || (shape.size() > 2 && !has_matrices)) {
     fail_part(*first, "plain values of shape " + text_of(shape), "quantised ones");
   }
   const SafetensorsFolder& files = m_plain.files();

@@ -165,6 +165,47 @@ TEST_F(Fp8, HasOneScale) {
   check({1}, rows, columns, {});
 }
 
+// All experts of a layer in one tensor. A matrix ends within a block.
+TEST_F(Fp8, HasBlocksOfEachMatrix) {
+  constexpr std::int64_t count = 3, down = 3, across = 3;
+  std::vector<std::uint8_t> bits(count * rows * columns);
+  for (std::size_t i = 0; i < bits.size(); ++i) bits[i] = static_cast<std::uint8_t>(i * 7 % 256);
+  const auto scales = random_scales(count * down * across);
+  m_tensors.set("layer.weight", "F8_E4M3", {count, rows, columns}, bits);
+  m_tensors.set("layer.weight_scale_inv", "F32", {count, down, across}, scales);
+  std::vector<float> expected;
+  for (std::size_t i = 0; i < bits.size(); ++i) {
+    const auto row = static_cast<std::int64_t>(i) / columns % rows;
+    const auto column = static_cast<std::int64_t>(i) % columns;
+    const auto matrix = static_cast<std::int64_t>(i) / (rows * columns);
+    const std::int64_t scale = (matrix * down + row / 2) * across + column / 100;
+    expected.push_back(float8(bits[i]) * scales[static_cast<std::size_t>(scale)]);
+  }
+  const auto store = m_tensors.open(blocks(2, 100));
+  expect_values(store, "layer.weight", {count, rows, columns}, expected);
+  kvzap::model::TensorSlice slice{1, count};
+  slice.rows_first = true;
+  std::vector<float> found(rows * 50);
+  store.slice("layer.weight", slice, rows, columns)->read(0, rows, 150, 200, found.data());
+  for (std::int64_t i = 0; i < rows * 50; ++i) {
+    const auto at = static_cast<std::size_t>((rows + i / 50) * columns + 150 + i % 50);
+    if (std::isnan(expected[at])) continue;
+    EXPECT_EQ(found[i], expected[at]) << i;
+  }
+  const auto wrong = m_tensors.open(blocks(4, 100));
+  expect_error(
+      [&] {
+        wrong.at("layer.weight", {count, rows, columns});
+      },
+      {"tensor layer.weight_scale_inv", "expected shape [3, 2, 3]"});
+  const auto by_row = m_tensors.open({});
+  expect_error(
+      [&] {
+        by_row.at("layer.weight", {count, rows, columns});
+      },
+      {"expected plain values of shape [3, 5, 256]"});
+}
+
 TEST_F(Fp8, StaysInBlocksOfOneScale) {
   constexpr std::int64_t few = 200;  // a block and a part
   std::vector<std::uint8_t> bits(rows * few);

@@ -385,7 +385,7 @@ GgufSource open_folder(const fs::path& folder) {
   for (Stack& stack : stacks_of(config, architecture, *store)) {
     source.tensors.push_back(tensor_of(std::move(stack)));
   }
-  for (SourceTensor& unused : unused_tensors(config)) source.tensors.push_back(std::move(unused));
+  for (SourceTensor& tensor : unused_tensors(config)) source.tensors.push_back(std::move(tensor));
   if (adds_head) {
     const std::vector<std::int64_t> shape = {config.vocab_size, config.hidden_size};
     const std::string table = fmt::format("{}.weight", family_of(config).tensors.embedding);

@@ -19,7 +19,7 @@ void read_local_windows(ConfigFields& fields, ModelConfig& config) {
   for (std::size_t l = 0; l < config.layers.size(); ++l) slides.push_back(l % every != 0);
   read_windows(fields, window, slides, config);
   constexpr const char* saved = "sliding_window";  // transformers' own field; -1: no window
-  const json* const other = fields.get(saved);
+  const nlohmann::json* const other = fields.get(saved);
   if (other != nullptr && !(window == 0 && *other == -1)) fields.require(saved, window);
 }
 

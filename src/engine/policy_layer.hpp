@@ -87,6 +87,8 @@ class DecoderLayer final : public PolicyLayer {
     m_extents.kv_heads = static_cast<int>(config.num_key_value_heads);
     m_extents.group = static_cast<int>(config.query_group());
     m_extents.head_dim = static_cast<int>(config.head_dim);
+    m_extents.value_dim =
+        config.value_dim == 0 ? m_extents.head_dim : static_cast<int>(config.value_dim);
     m_extents.has_latents = config.latent.has_value();
     m_extents.hidden_size = config.hidden_size;
     m_extents.rope_scale = config.rope_attention_factor();

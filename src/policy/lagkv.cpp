@@ -17,12 +17,11 @@ struct Partitions {
   std::int64_t count = 0;
 };
 
-// Sets ranges (partition, 2, dim) to the smallest and largest value of each dimension in partitions
-// 1 … count - 1.
-void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
-                  const Floats& ranges) {
+// Sets ranges (partition, 2, dim) to the smallest and the largest value of each of the first `dim`
+// dimensions in partitions 1 … count - 1.
+void value_ranges(const ExecutionSpace& exec, const LagRows& rows, std::int64_t dim,
+                  const Partitions& p, const Floats& ranges) {
   const float infinity = std::numeric_limits<float>::infinity();
-  const std::int64_t dim = rows.extent(1);
   const std::int64_t items = (dim + columns_per_item - 1) / columns_per_item;
   Kokkos::parallel_for(
       "kvzap::policy::lagkv_ranges", PolicyRange(exec, 0, (p.count - 1) * items),
@@ -48,12 +47,11 @@ void value_ranges(const ExecutionSpace& exec, const LagRows& rows, const Partiti
       });
 }
 
-// Sets deviations(row after the sink) to the standard deviation, as of a sample, over the
-// dimensions of a row, each scaled by the next partition's range.
-void deviations(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p,
-                const Floats& ranges, const Floats& result) {
+// Sets deviations(row after the sink) to the standard deviation, as of a sample, over the first
+// `dim` dimensions of a row, each scaled by the next partition's range.
+void deviations(const ExecutionSpace& exec, const LagRows& rows, std::int64_t dim,
+                const Partitions& p, const Floats& ranges, const Floats& result) {
   constexpr int lanes = 8;
-  const std::int64_t dim = rows.extent(1);
   Kokkos::parallel_for(
       "kvzap::policy::lagkv_deviations", PolicyRange(exec, 0, (p.count - 1) * p.lag),
       KOKKOS_LAMBDA(std::int64_t i) {
@@ -188,17 +186,18 @@ class LagKv final : public Policy {
                             "kvzap::policy::lagkv_ranges");
       base::reserve_scratch(m_rows, (p.count - 1) * p.lag, "kvzap::policy::lagkv_rows");
       fill_ends(exec, p, rows, h, scores);
-      add(exec, layer.keys(h), p, h, scores);
-      add(exec, layer.values(h), p, h, scores);
+      const PolicyLayer::Extents& extents = layer.extents();
+      add(exec, layer.keys(h), extents.head_dim, p, h, scores);
+      add(exec, layer.values(h), extents.value_dim, p, h, scores);
       if (!m_cross_scoring) rank_in_partitions(exec, p, m_rows, h, scores);
     }
   }
 
  private:
-  void add(const ExecutionSpace& exec, const LagRows& rows, const Partitions& p, int head,
-           const ScoreView& scores) {
-    value_ranges(exec, rows, p, m_ranges);
-    deviations(exec, rows, p, m_ranges, m_rows);
+  void add(const ExecutionSpace& exec, const LagRows& rows, std::int64_t dim, const Partitions& p,
+           int head, const ScoreView& scores) {
+    value_ranges(exec, rows, dim, p, m_ranges);
+    deviations(exec, rows, dim, p, m_ranges, m_rows);
     add_softmax(exec, p, m_rows, head, scores);
   }
 

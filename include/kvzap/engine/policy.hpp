@@ -67,6 +67,8 @@ class PolicyLayer {
     int kv_heads = 1;        // of the model, over all ranks
     int group = 1;           // query heads per KV head
     int head_dim = 1;
+    /// Dimensions of a value. The others, up to head_dim, are padding: zeros.
+    int value_dim = 1;
     bool has_latents = false;  // keys have RoPE's dimensions beside their value (LatentConfig)
     std::int64_t hidden_size = 1;
     float rope_scale = 1;  // factor of RoPE on queries and keys (rope_attention_factor)
@@ -106,7 +108,7 @@ class PolicyLayer {
   /// (count, head_dim): keys, after RoPE at their own positions.
   virtual RowsView keys(int head, std::int64_t begin, std::int64_t count) = 0;
   RowsView keys(int head) { return keys(head, 0, rows(head)); }
-  /// (count, head_dim): values.
+  /// (count, head_dim): values, padded with zeros behind Extents::value_dim.
   virtual RowsView values(int head, std::int64_t begin, std::int64_t count) = 0;
   RowsView values(int head) { return values(head, 0, rows(head)); }
   /// (rows(head), head_dim): what policies compare that measure keys by themselves, without

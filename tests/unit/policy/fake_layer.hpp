@@ -32,6 +32,7 @@ struct LayerData {
   int kv_heads = 1;
   int group = 1;
   int head_dim = 1;
+  int value_dim = 0;  // 0: head_dim; the others are zeros
   std::int64_t hidden_size = 1;
   std::int64_t tokens = 0;
   std::int64_t new_tokens = 0;
@@ -157,6 +158,7 @@ class FakeLayer final : public PolicyLayer {
     m_extents.kv_heads = data.kv_heads;
     m_extents.group = data.group;
     m_extents.head_dim = data.head_dim;
+    m_extents.value_dim = data.value_dim == 0 ? data.head_dim : data.value_dim;
     m_extents.hidden_size = data.hidden_size;
     m_extents.rope_scale = data.rope_scale;
     m_extents.tokens = data.tokens;

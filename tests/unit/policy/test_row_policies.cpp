@@ -299,6 +299,33 @@ TEST(LagKv, DimensionsWithoutARangeCountAsZero) {
   EXPECT_EQ(FakeLayer(data).run(*policy()), scores);
 }
 
+TEST_P(RowPolicies, LagKvDoesNotCountThePaddingOfValues) {
+  LayerShape shape;
+  shape.head_dim = 20;
+  LayerData data = test::random_layer(shape, 7);
+  LayerData padded = data;
+  padded.head_dim = 28;
+  padded.value_dim = data.head_dim;
+  for (int h = 0; h < data.kv_heads; ++h) {
+    const std::int64_t rows = data.rows(h);
+    // Keys have no range, so values alone decide.
+    data.keys[h].assign(rows * data.head_dim, 1.0f);
+    padded.keys[h].assign(rows * padded.head_dim, 1.0f);
+    padded.values[h].clear();
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const float* const value = data.value(h, r);
+      padded.values[h].insert(padded.values[h].end(), value, value + data.head_dim);
+      padded.values[h].resize((r + 1) * padded.head_dim, 0.0f);
+    }
+  }
+  const auto run = [](const LayerData& layer) {
+    const auto policy =
+        make_policy(policy::lagkv(), layer, {{"lag", "8"}, {"cross-scoring", "on"}});
+    return FakeLayer(layer).run(*policy);
+  };
+  EXPECT_EQ(run(padded), run(data));
+}
+
 TEST_P(RowPolicies, Cur) {
   for (const std::string type : {"kv-product", "kv-avg", "key", "value"}) {
     for (const bool local : {true, false}) {

@@ -49,6 +49,21 @@ Ranges scaled(const Ranges& ranges, std::int64_t factor) {
   return result;
 }
 
+/// Returns the numbers of the groups of `size` indices that ranges touch, each with its part of
+/// them.
+std::vector<std::pair<std::int64_t, Ranges>> by_group(const Ranges& ranges, std::int64_t size) {
+  std::vector<std::pair<std::int64_t, Ranges>> groups;
+  for (const auto& [begin, end] : ranges) {
+    for (std::int64_t first = begin; first < end;) {
+      const std::int64_t number = first / size, last = std::min(end, (number + 1) * size);
+      if (groups.empty() || groups.back().first != number) groups.emplace_back(number, Ranges());
+      groups.back().second.emplace_back(first, last);
+      first = last;
+    }
+  }
+  return groups;
+}
+
 /// Returns the rates of Mamba-1's channels, head by head as (state_dim, dim), from the logarithms
 /// (channel, state_dim).
 Model::Weights::Vector rates_of_channels(
@@ -241,30 +256,32 @@ void StateReader::read_convolution(std::vector<TensorRows> parts, std::int64_t k
   layer.convolution = columns_of(m_source.matrix(parts, kernel, {{0, kernel}}));
 }
 
+// Sets the groups of this rank's heads.
+void StateReader::read_space_heads(const Ranges& heads, Model::Weights::Layer& layer) const {
+  if (m_source.only_plans()) return;  // the number of heads may be any
+  std::vector<int> first_heads, group_of_head, numbers;
+  for (const auto& [number, of_group] : by_group(heads, m_config.state_space->heads_of_group())) {
+    first_heads.push_back(static_cast<int>(group_of_head.size()));
+    numbers.push_back(static_cast<int>(number));
+    group_of_head.resize(group_of_head.size() + static_cast<std::size_t>(total(of_group)),
+                         static_cast<int>(numbers.size()) - 1);
+  }
+  first_heads.push_back(static_cast<int>(group_of_head.size()));
+  layer.space_heads = indices(first_heads);
+  layer.space_group = indices(group_of_head);
+  layer.space_numbers = indices(numbers);
+}
+
 void StateReader::read_state_space(std::int64_t index, Model::Weights::Layer& layer) const {
   const StateSpaceConfig& space = *m_config.state_space;
   const std::int64_t dim = space.head_dim, inner = space.inner_size();
   const std::int64_t of_groups = space.groups * space.state_dim;  // rows of all B, and of all C
   const Ranges heads = m_partition.state_heads(static_cast<int>(index), m_rank, space.heads);
   const Ranges own = scaled(heads, dim);  // channels of this rank's heads
-  std::vector<int> first_heads, group_of_head, numbers;
-  for (const auto& [begin, end] : heads) {
-    for (std::int64_t head = begin; head < end; ++head) {
-      const auto number = static_cast<int>(head / space.heads_of_group());
-      if (numbers.empty() || numbers.back() != number) {
-        first_heads.push_back(static_cast<int>(group_of_head.size()));
-        numbers.push_back(number);
-      }
-      group_of_head.push_back(static_cast<int>(numbers.size()) - 1);
-    }
-  }
-  first_heads.push_back(static_cast<int>(group_of_head.size()));
-  layer.space_heads = indices(first_heads);
-  layer.space_group = indices(group_of_head);
-  layer.space_numbers = indices(numbers);
+  read_space_heads(heads, layer);
   if (space.is_mamba1()) return read_mamba1(heads, layer);
   Ranges channels = own;  // of the convolution: x, then B and C of each group
-  for (const std::int64_t number : numbers) {
+  for (const auto& [number, of_group] : by_group(heads, space.heads_of_group())) {
     const std::int64_t b = inner + number * space.state_dim, c = b + of_groups;
     channels.emplace_back(b, b + space.state_dim);
     channels.emplace_back(c, c + space.state_dim);
@@ -294,19 +311,22 @@ void StateReader::read_state_space(std::int64_t index, Model::Weights::Layer& la
   read_space_ends(own, rows, layer);
 }
 
-// The first and the last map of a state space. own: this rank's channels, rows: those of the first.
+// The first and the last map of a state space. own: this rank's channels, rows: those of the first,
+// whose place in its tensor `slice` gives.
 void StateReader::read_space_ends(const Ranges& own, const Ranges& rows,
-                                  Model::Weights::Layer& layer) const {
+                                  Model::Weights::Layer& layer,
+                                  std::optional<TensorSlice> slice) const {
   const StateSpaceConfig& space = *m_config.state_space;
   const auto of = [&](const char* name, const char* kind) {
     return named(in_block(m_names.state_space, name), kind);
   };
-  layer.mixer_in = m_source.linear({{of("in_proj", "weight"), space.projections(), rows}},
+  layer.mixer_in = m_source.linear({{of("in_proj", "weight"), space.projections(), rows, slice}},
                                    m_config.hidden_size, m_hidden);
   layer.space_out = m_source.linear({{of("out_proj", "weight"), m_config.hidden_size, m_hidden}},
                                     space.inner_size(), own);
   if (!space.has_projection_bias) return;
-  layer.mixer_in_bias = m_source.vector({{of("in_proj", "bias"), space.projections(), rows}});
+  layer.mixer_in_bias =
+      m_source.vector({{of("in_proj", "bias"), space.projections(), rows, slice}});
   if (m_rank == 0) {
     layer.space_out_bias =
         m_source.vector({{of("out_proj", "bias"), m_config.hidden_size, m_hidden}});
@@ -319,37 +339,21 @@ void StateReader::read_mamba1(const Ranges& heads, Model::Weights::Layer& layer)
   const Ranges own = scaled(heads, space.head_dim);
   const std::string block = m_prefix + std::string(m_names.state_space) + ".";
   const auto named_in_block = [&](std::string_view name) { return block + std::string(name); };
-  const bool by_group = m_names.space_by_group;
+  const bool is_by_group = m_names.space_by_group;
 
-  Ranges rows;  // of the first map
-  for (const std::int64_t part : {0, 1}) {
-    for (const auto& [begin, end] : own) {
-      for (std::int64_t c = begin; by_group && c < end; ++c) {
-        rows.emplace_back(2 * c + part, 2 * c + part + 1);
-      }
-      if (!by_group) rows.emplace_back(part * inner + begin, part * inner + end);
-    }
-  }
-  // This rank's channels of each group.
-  std::vector<std::pair<std::int64_t, Ranges>> groups;
-  for (const auto& [begin, end] : own) {
-    for (std::int64_t first = begin; first < end;) {
-      const std::int64_t number = first / of_group;
-      const std::int64_t last = std::min(end, (number + 1) * of_group);
-      if (groups.empty() || groups.back().first != number) groups.emplace_back(number, Ranges());
-      groups.back().second.emplace_back(first, last);
-      first = last;
-    }
-  }
+  Ranges rows = own;  // of the first map: channels, then gates
+  append_shifted(rows, own, inner);
+  const auto groups = by_group(own, of_group);  // this rank's channels
   // The channels of a group as rows or columns of a tensor, and the tensor's part that has them.
-  const std::int64_t extent = by_group ? of_group : inner;
+  const std::int64_t extent = is_by_group ? of_group : inner;
   const auto within = [&](std::int64_t number, const Ranges& channels) {
     Ranges result;
-    append_shifted(result, channels, by_group ? -number * of_group : 0);
+    append_shifted(result, channels, is_by_group ? -number * of_group : 0);
     return result;
   };
   const auto slice_of = [&](std::int64_t number) {
-    return by_group ? std::optional(TensorSlice{number, space.groups, false, true}) : std::nullopt;
+    return is_by_group ? std::optional(TensorSlice{number, space.groups, false, true})
+                       : std::nullopt;
   };
   const auto of_channels = [&](std::string_view name) {
     std::vector<TensorRows> parts;
@@ -387,7 +391,9 @@ void StateReader::read_mamba1(const Ranges& heads, Model::Weights::Layer& layer)
                                          norm("b_layernorm.weight", state_dim),
                                          norm("c_layernorm.weight", state_dim)});
   }
-  read_space_ends(own, rows, layer);
+  // With groups, the row of a channel and that of its gate follow one another.
+  const TensorSlice alternating{0, 0, true, true};
+  read_space_ends(own, rows, layer, is_by_group ? std::optional(alternating) : std::nullopt);
 }
 
 }  // namespace kvzap::model

@@ -50,7 +50,9 @@ class StateReader {
   std::vector<TensorRows> delta_channels(const DeltaNetConfig& net, const Ranges& heads,
                                          const std::array<std::string_view, 3>& names) const;
   void read_mamba1(const Ranges& heads, Model::Weights::Layer& layer) const;
-  void read_space_ends(const Ranges& own, const Ranges& rows, Model::Weights::Layer& layer) const;
+  void read_space_heads(const Ranges& heads, Model::Weights::Layer& layer) const;
+  void read_space_ends(const Ranges& own, const Ranges& rows, Model::Weights::Layer& layer,
+                       std::optional<TensorSlice> slice = std::nullopt) const;
   void read_convolution(std::vector<TensorRows> parts, std::int64_t kernel,
                         Model::Weights::Layer& layer) const;
 

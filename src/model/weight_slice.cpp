@@ -80,8 +80,9 @@ std::unique_ptr<StoredTensor> open_slice(const WeightStore& store, const std::st
                                          const TensorSlice& slice, std::int64_t rows,
                                          std::int64_t columns) {
   if (columns == 0) {
-    return std::make_unique<SlicedTensor>(store.at(name, {slice.count, rows}), slice, rows, 1,
-                                          true);
+    std::vector<std::int64_t> shape = {rows};
+    if (slice.count > 0) shape.insert(shape.begin(), slice.count);
+    return std::make_unique<SlicedTensor>(store.at(name, shape), slice, rows, 1, true);
   }
   const bool is_transposed = !slice.rows_first && !store.has(name + "_blocks");
   std::vector<std::int64_t> shape = {rows, columns};

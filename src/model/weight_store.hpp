@@ -64,7 +64,8 @@ class StoredTensor {
 /// its rows as columns, or of a vector (rows) in a tensor of shape (count, rows).
 struct TensorSlice {
   std::int64_t index = 0;
-  /// 0: the matrix is the whole tensor, of shape (columns, rows).
+  /// 0: the matrix is the whole tensor, of shape (columns, rows); the vector is one of shape
+  /// (rows).
   std::int64_t count = 1;
   /// The first half of the rows alternates with the second half in the file: r and r + rows / 2 are
   /// stored one after the other.

@@ -56,6 +56,7 @@ class WeightSource {
   /// From now on nothing is read: matrices and vectors come back empty, and planned_bytes() counts
   /// what they would take.
   void only_plan() { m_plans = true; }
+  bool only_plans() const { return m_plans; }
   std::int64_t planned_bytes() const { return m_planned; }
 
   /// Returns the rows of all tensors in `parts` for products, one tensor after the other, with the

@@ -46,6 +46,20 @@ TEST(MemoryPlan, Llama65BNeeds335GB) {
   }
 }
 
+TEST(MemoryPlan, TakesNoTimeForTheChannelsOfALargeStateSpace) {
+  kvzap::test::TemporaryFolder folder;
+  folder.write("config.json",
+               R"({"architectures":["ZambaForCausalLM"],"hidden_size":67108864,"vocab_size":1,)"
+               R"("intermediate_size":1,"num_hidden_layers":4,"num_attention_heads":4096,)"
+               R"("attention_head_dim":2,"num_key_value_heads":1,"max_position_embeddings":16,)"
+               R"("mamba_d_state":1,"mamba_dt_rank":1,"n_mamba_heads":1,"mamba_proj_bias":true})");
+  const ModelConfig config = ModelConfig::load(folder.path());
+  const std::int64_t hidden = config.hidden_size, inner = config.state_space->inner_size();
+  const std::int64_t weights = plan_memory(config, {DType::bf16, 10, 0, 1, 0}).weights;
+  EXPECT_GT(weights, 4 * 2 * 3 * inner * hidden);  // the first map has 2 inner rows
+  EXPECT_LT(weights, 4 * 2 * 4 * inner * hidden);
+}
+
 TEST(MemoryPlan, WeightsOnOneRankAreTheParameterCount) {
   // 65,285,660,672 parameters, of which (2 * 80 + 1) * 8192 are norms.
   const std::int64_t norms = (2 * 80 + 1) * std::int64_t{8192};

@@ -92,6 +92,21 @@ TEST(WeightSlice, ReadsMatricesAndVectors) {
       }
     }
   }
+  // The matrix or vector is the whole tensor.
+  store.shapes["whole"] = {outputs, inputs};
+  store.shapes["whole_vector"] = {outputs};
+  const TensorSlice whole{0, 0, true, true};
+  for (std::int64_t begin = 0; begin < outputs; ++begin) {
+    for (std::int64_t end = begin; end <= outputs; ++end) {
+      std::vector<float> rows((end - begin) * inputs), values(end - begin);
+      open_slice(store, "whole", whole, outputs, inputs)->read(begin, end, 0, inputs, rows.data());
+      open_slice(store, "whole_vector", whole, outputs, 0)->read(begin, end, 0, 1, values.data());
+      for (std::int64_t r = begin; r < end; ++r) {
+        ASSERT_EQ(rows[(r - begin) * inputs], static_cast<float>(stored_row(r, true) * inputs));
+        ASSERT_EQ(values[r - begin], static_cast<float>(stored_row(r, true)));
+      }
+    }
+  }
   // The first two extents are one.
   store.shapes["flat"] = {experts * outputs, inputs};
   store.shapes["flat_transposed"] = {experts * inputs, outputs};

@@ -74,6 +74,18 @@ void read_sizes(ConfigFields& fields, const Family& family, ModelConfig& config)
   }
 }
 
+/// Refuses sizes at which reading weights, which visits each row of q, k and v, takes hours.
+void check_heads(const ConfigFields& fields, const ModelConfig& config) {
+  constexpr std::int64_t most = std::int64_t{1} << 22;  // far above any published model
+  for (std::int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    const std::int64_t heads = config.query_heads_of(l), dim = config.head_dim_of(l);
+    if (heads <= most / dim) continue;
+    fields.fail("num_attention_heads",
+                fmt::format("heads of at most {} dimensions together in a layer", most),
+                fmt::format("{} of {} in layer {}", heads, dim, l));
+  }
+}
+
 void read_dtype(ConfigFields& fields, ModelConfig& config) {
   const bool is_current = fields.has_key("dtype");
   const std::string field = is_current ? "dtype" : "torch_dtype";
@@ -208,6 +220,7 @@ ModelConfig read_as(const Family& family, ConfigFields& fields) {
   config.tie_word_embeddings = fields.flag("tie_word_embeddings", family.ties_by_default);
   config.layers.resize(static_cast<std::size_t>(config.num_hidden_layers));
   family.read(fields, config);
+  check_heads(fields, config);
   refuse_unsupported(fields);
   model::read_quantised_config(fields, config.warnings);  // open_weights reads it again
   return config;

@@ -364,6 +364,19 @@ TEST(ModelConfig, KvHeadsMustDivideHeads) {
                 "found 3"});
 }
 
+TEST(ModelConfig, DimensionsOfAllHeadsAreBounded) {
+  const auto load_heads = [](const std::string& heads, const std::string& head_dim) {
+    std::string text = config_text(llama, "\"head_dim\":" + head_dim);
+    const std::string key = "\"num_attention_heads\":4";
+    text.replace(text.find(key), key.size(), "\"num_attention_heads\":" + heads);
+    load_text(text);
+  };
+  EXPECT_NO_THROW(load_heads("65536", "64"));
+  expect_error([&] { load_heads("65536", "66"); },
+               {"config.json: num_attention_heads: expected heads of at most 4194304 dimensions",
+                "found 65536 of 66"});
+}
+
 TEST(ModelConfig, HiddenSizeMustDivideWithoutHeadDim) {
   std::string text = config_text(llama, "");
   const std::string key = "\"hidden_size\":64";

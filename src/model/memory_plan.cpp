@@ -120,6 +120,33 @@ std::int64_t kept_for_later(const ModelConfig& config, const CacheShape& shape,
   return bytes;
 }
 
+/// A call of attention for one sequence.
+struct AttentionCall {
+  PageFormat format;
+  std::int64_t rows, tokens;
+};
+
+/// Returns the scratch space of attention in bytes: that of the layer that takes most, as they
+/// share it. A layer may have its own numbers of heads and of their dimensions.
+std::int64_t attention_scratch(const ModelConfig& config, const CacheShape& shape, DType dtype,
+                               const AttentionCall& call) {
+  std::int64_t most = 0;
+  for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
+    if (!shape.has_rows(l)) continue;
+    AttentionExtents extents;
+    extents.kv_heads = shape.heads[l];
+    extents.group = static_cast<int>(config.query_group_of(l));
+    extents.head_dim = static_cast<int>(shape.dim(l));
+    extents.format = call.format;
+    extents.spans = 1;
+    extents.tokens = call.tokens;
+    extents.longest_single = call.rows;
+    extents.single_rows = product({extents.kv_heads, call.rows});
+    most = std::max(most, static_cast<std::int64_t>(Attention::scratch_bytes(dtype, extents)));
+  }
+  return most;
+}
+
 }  // namespace
 
 MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
@@ -196,16 +223,8 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
     bytes.activations =
         product({step, sum({product({streams, config.hidden_size}), config.head_dim}),
                  static_cast<std::int64_t>(size_of(DType::f32))});
-    AttentionExtents extents;
-    extents.kv_heads = static_cast<int>(kv_heads);
-    extents.group = static_cast<int>(config.query_group());
-    extents.head_dim = static_cast<int>(config.head_dim);
-    extents.format = format;
-    extents.spans = 1;
-    extents.tokens = std::min(step, model::block_tokens(config));
-    extents.longest_single = kept;
-    extents.single_rows = product({kv_heads, kept});
-    bytes.attention = Attention::scratch_bytes(dtype, extents);
+    bytes.attention = attention_scratch(
+        config, shape, dtype, {format, kept, std::min(step, model::block_tokens(config))});
     plan.weights = sum({plan.weights, bytes.weights});
     plan.kv_rings = sum({plan.kv_rings, bytes.kv_rings});
     plan.states = sum({plan.states, bytes.states});

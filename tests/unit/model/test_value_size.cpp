@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>
+#include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <string>
 #include <string_view>
@@ -176,6 +177,23 @@ TEST(ValueSize, Mimo) {
           {"partial_rotary_factor", "even number", "0 of 192"});
   refused(R"("rope_parameters":{"sliding_attention":{"partial_rotary_factor":0}})",
           {"partial_rotary_factor", "even number", "0 of 192"});
+}
+
+TEST(ValueSize, ThePlanOfLagunaHasScratchForItsLargestLayers) {
+  const ModelConfig config =
+      load("LagunaForCausalLM",
+           R"("layer_types":["full_attention","sliding_attention","full_attention",)"
+           R"("sliding_attention","sliding_attention","full_attention","full_attention"],)"
+           R"("num_experts":16,"num_attention_heads_per_layer":[8,24,8,24,16,8,8])");
+  ModelConfig large = config;
+  large.num_attention_heads = 24;
+  for (kvzap::LayerConfig& layer : large.layers) layer.query_heads = 0;
+  const auto scratch = [](const ModelConfig& of) {
+    return kvzap::plan_memory(of, {kvzap::DType::f32, 100000, 0, 1, 0}).attention;
+  };
+  EXPECT_EQ(scratch(config), scratch(large));
+  large.num_attention_heads = 8;
+  EXPECT_GT(scratch(config), scratch(large));
 }
 
 TEST(ValueSize, LagunaHasQueryHeadsOfEachLayer) {

@@ -5,6 +5,7 @@
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
+#include "base/softplus.hpp"
 #include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::engine {
@@ -21,9 +22,7 @@ void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates, c
   }
   const auto factor = KOKKOS_LAMBDA(std::int64_t row, std::int64_t gate) {
     const float x = gates(row, gate);
-    // Without an overflow of the exponential.
-    const float softplus = (x > 0 ? x : 0.0f) + base::math::log1p(base::math::exp(x > 0 ? -x : x));
-    return rule.is_softplus ? softplus : 1.0f / (1.0f + base::math::exp(-x));
+    return rule.is_softplus ? base::softplus(x) : 1.0f / (1.0f + base::math::exp(-x));
   };
   if (base::machine().on_host()) {
     return base::host_for("kvzap::step::gates", y.extent(0), columns, [=](std::int64_t row) {

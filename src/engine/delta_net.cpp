@@ -7,6 +7,7 @@
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
+#include "base/softplus.hpp"
 #include "linalg/host/delta_rule.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -22,9 +23,7 @@ KOKKOS_INLINE_FUNCTION float sigmoid(float x) { return 1.0f / (1.0f + base::math
 /// The decay g of DeltaNetConfig, for a projection that has its shift.
 KOKKOS_INLINE_FUNCTION float decay_of(float x, float rate, float bound) {
   if (bound < 0) return base::math::exp(bound * sigmoid(rate * x));
-  // softplus(x), without an overflow of the exponential
-  const float step = x > 20.0f ? x : base::math::log1p(base::math::exp(x));
-  return base::math::exp(-rate * step);
+  return base::math::exp(-rate * base::softplus(x));
 }
 
 /// SiLU of the channels, lengths of queries and keys, strengths and decays: of a key head's part of

@@ -7,6 +7,7 @@
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
+#include "base/softplus.hpp"
 #include "engine/step_kernels.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/host/state_space.hpp"
@@ -78,11 +79,6 @@ void apply_silu(const ExecutionSpace& exec, const StateSpace& space, const linal
   }
 }
 
-// Without an overflow of the exponential.
-KOKKOS_INLINE_FUNCTION float softplus(float x) {
-  return x > 20.0f ? x : base::math::log1p(base::math::exp(x));
-}
-
 void prepare_steps(const ExecutionSpace& exec, const StateSpace& space, const SpaceWeights& weights,
                    const linalg::Matrix& rows, const linalg::Matrix& decays) {
   const std::int64_t heads = space.heads, values = space.values(), steps = space.steps();
@@ -95,13 +91,13 @@ void prepare_steps(const ExecutionSpace& exec, const StateSpace& space, const Sp
         "kvzap::state_space::channel_steps", exec, tokens * values, 20,
         KOKKOS_LAMBDA(std::int64_t i) {
           float& step = rows(i / values, steps + i % values);
-          step = softplus(step + shifts(i % values));
+          step = base::softplus(step + shifts(i % values));
         });
   }
   for_each_of_space(
       "kvzap::state_space::steps", exec, tokens * heads, 20, KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = i / heads, head = i % heads;
-        float step = softplus(rows(token, steps + head) + shifts(head));
+        float step = base::softplus(rows(token, steps + head) + shifts(head));
         if (step < least) step = least;
         if (largest > 0 && step > largest) step = largest;
         rows(token, steps + head) = step;

@@ -15,9 +15,7 @@ const Family bitnet = [] {
     config.activation = read_activation(fields, "hidden_act", Activation::relu2);
     config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
     config.has_inner_norms = true;
-    if (config.head_dim * config.num_attention_heads != config.hidden_size) {
-      fields.require("head_dim", config.hidden_size / config.num_attention_heads);
-    }
+    require_heads_of_hidden_size(fields, config);
   };
   family.tensors.attention_inner = "self_attn.attn_sub_norm";
   family.tensors.feed_forward_inner = "mlp.ffn_sub_norm";

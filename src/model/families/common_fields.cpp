@@ -279,6 +279,16 @@ void rename_field(json& content, const char* own, const char* name) {
   if (content.contains(own) && !content[own].is_null()) content[name] = content[own];
 }
 
+void require_own_kv_heads(ConfigFields& fields, const ModelConfig& config) {
+  if (config.num_key_value_heads == config.num_attention_heads) return;
+  fields.require("num_key_value_heads", config.num_attention_heads);
+}
+
+void require_heads_of_hidden_size(ConfigFields& fields, const ModelConfig& config) {
+  if (config.head_dim * config.num_attention_heads == config.hidden_size) return;
+  fields.require("head_dim", config.hidden_size / config.num_attention_heads);
+}
+
 void default_width(json& content) {
   constexpr const char* field = "intermediate_size";
   const auto hidden = content.find("hidden_size");

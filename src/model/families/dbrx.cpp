@@ -81,9 +81,7 @@ const Family dbrx = [] {
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     config.norm_type = NormType::layer;
     if (fields.get("clip_qkv") != nullptr) config.qkv_limit = fields.positive("clip_qkv");
-    if (config.head_dim * config.num_attention_heads != config.hidden_size) {
-      fields.require("head_dim", config.hidden_size / config.num_attention_heads);
-    }
+    require_heads_of_hidden_size(fields, config);
     fields.require("tie_word_embeddings", false);
     config.experts = read_experts(fields, "num_experts", 1, config);
     config.experts->normalises = true;

@@ -320,11 +320,18 @@ void read_state_space(ConfigFields& fields, const StateSpaceFields& names, Model
 void read_mamba1(ConfigFields& fields, std::int64_t groups, const char* groups_field,
                  ModelConfig& config);
 
-/// Returns the kinds of layers that a field lists, by their current names: `older` has pairs of an
-/// older name and a current one. Empty without the field.
+/// Returns the kind of each layer that a field lists, by their current names: `older` has pairs of
+/// an older name and a current one. Empty without the field. Throws Error for another number.
 std::vector<std::string> read_layer_kinds(
     ConfigFields& fields, const char* field,
-    const std::vector<std::pair<std::string_view, std::string_view>>& older);
+    const std::vector<std::pair<std::string_view, std::string_view>>& older,
+    const ModelConfig& config);
+
+/// Throws Error if query heads share KV heads.
+void require_own_kv_heads(ConfigFields& fields, const ModelConfig& config);
+
+/// Throws Error if the dimensions of all heads are not hidden_size together.
+void require_heads_of_hidden_size(ConfigFields& fields, const ModelConfig& config);
 
 /// Reads the activation of feed-forward parts by its name in transformers; `absent` without the
 /// field. Throws Error for a name that Activation lacks, and for xielu.

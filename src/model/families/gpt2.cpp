@@ -36,9 +36,7 @@ Family gpt2_family() {
 void read_gpt2_names(ConfigFields& fields, ModelConfig& config) {
   set_layer_norms(config);
   config.gates_feed_forward = false;
-  if (config.head_dim * config.num_attention_heads != config.hidden_size) {
-    fields.require("head_dim", config.hidden_size / config.num_attention_heads);
-  }
+  require_heads_of_hidden_size(fields, config);
   if (config.rope_scaling) fields.require_none("rope_scaling");
   fields.require("scale_attn_weights", true);
   for (const char* field : {"n_embd", "n_layer", "n_head", "n_positions", "n_inner", "n_ctx",
@@ -89,9 +87,7 @@ void read_rotary(ConfigFields& fields, ModelConfig& config) {
   config.is_parallel = config.shares_norm = true;
   config.activation = read_activation(fields, "activation_function", Activation::gelu_tanh);
   config.mlp_bias = config.head_bias = true;
-  if (config.num_key_value_heads != config.num_attention_heads) {
-    fields.require("num_key_value_heads", config.num_attention_heads);
-  }
+  require_own_kv_heads(fields, config);
   for (const char* field : {"rotary", "scale_attn_by_inverse_layer_idx"}) fields.get(field);
 }
 

@@ -63,12 +63,8 @@ const Family gpt_neo = [] {
     config.gates_feed_forward = false;
     config.activation = read_activation(fields, "activation_function", Activation::gelu_tanh);
     config.o_bias = config.mlp_bias = true;
-    if (config.num_key_value_heads != config.num_attention_heads) {
-      fields.require("num_key_value_heads", config.num_attention_heads);
-    }
-    if (config.head_dim * config.num_attention_heads != config.hidden_size) {
-      fields.require("head_dim", config.hidden_size / config.num_attention_heads);
-    }
+    require_own_kv_heads(fields, config);
+    require_heads_of_hidden_size(fields, config);
     if (config.rope_scaling) fields.require_none("rope_scaling");
     const std::int64_t window = sliding_window_or(fields, default_window, "window_size");
     const std::vector<bool> are_local = read_local_layers(fields, config);

@@ -17,9 +17,7 @@ const Family gpt_neox = [] {
   family.rope.default_rotary_factor = 0.25;
   family.rope.has_older_names = true;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
-    if (config.num_key_value_heads != config.num_attention_heads) {
-      fields.require("num_key_value_heads", config.num_attention_heads);
-    }
+    require_own_kv_heads(fields, config);
     set_layer_norms(config);
     config.is_parallel = fields.flag("use_parallel_residual", true);
     config.gates_feed_forward = false;
@@ -66,9 +64,7 @@ const Family gpt_neox_japanese = [] {
       fields.fail("intermediate_size", fmt::format("{} times hidden_size", factor),
                   fmt::format("{}", config.intermediate_size));
     }
-    if (config.num_key_value_heads != config.num_attention_heads) {
-      fields.require("num_key_value_heads", config.num_attention_heads);
-    }
+    require_own_kv_heads(fields, config);
     set_layer_norms(config);
     config.gates_feed_forward = false;
     config.activation = read_activation(fields, "hidden_act", Activation::gelu);

@@ -96,11 +96,7 @@ void read_granite_hybrid(ConfigFields& fields, ModelConfig& config) {
   read_state_space(fields, {}, config);
   constexpr const char* field = "layer_types";
   const std::vector<std::string> kinds = read_layer_kinds(
-      fields, field, {{"mamba", "linear_attention"}, {"attention", "full_attention"}});
-  if (!kinds.empty() && kinds.size() != config.layers.size()) {
-    fields.fail(field, fmt::format("an array of {} names", config.layers.size()),
-                fmt::format("{}", kinds.size()));
-  }
+      fields, field, {{"mamba", "linear_attention"}, {"attention", "full_attention"}}, config);
   const bool has_rope = fields.find_text("position_embedding_type").value_or("") == "rope";
   for (std::size_t l = 0; l < config.layers.size(); ++l) {
     LayerConfig& layer = config.layers[l];

@@ -60,12 +60,8 @@ void read_lfm3(ConfigFields& fields, ModelConfig& config) {
   config.qkv_bias = config.o_bias = fields.flag("attention_bias", false);
   config.norms_outputs = fields.flag("use_sandwich_norm", true);
   read_convolution(fields, 7, config);
-  const std::vector<std::string> kinds = read_layer_kinds(fields, field, {});
+  const std::vector<std::string> kinds = read_layer_kinds(fields, field, {}, config);
   const std::int64_t window = sliding_window_or(fields, 256);
-  if (!kinds.empty() && kinds.size() != config.layers.size()) {
-    fields.fail(field, fmt::format("an array of {} names", config.layers.size()),
-                fmt::format("{}", kinds.size()));
-  }
   for (std::size_t l = 0; l < config.layers.size(); ++l) {
     std::string_view kind = l % 4 == 2 ? "full_attention" : convolved;
     if (l % 4 == 0 && l > 0) kind = sliding;

@@ -53,12 +53,8 @@ const Family modernbert_decoder = [] {
       fields.fail(of_output, "the same as hidden_activation", "another one");
     }
     fields.require("classifier_bias", false);
-    if (config.num_key_value_heads != config.num_attention_heads) {
-      fields.require("num_key_value_heads", config.num_attention_heads);
-    }
-    if (config.head_dim * config.num_attention_heads != config.hidden_size) {
-      fields.require("head_dim", config.hidden_size / config.num_attention_heads);
-    }
+    require_own_kv_heads(fields, config);
+    require_heads_of_hidden_size(fields, config);
     read_local_windows(fields, config);
     for (const char* field :
          {"local_rope_theta", "global_rope_theta", "cls_token_id", "embedding_dropout",

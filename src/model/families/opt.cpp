@@ -28,12 +28,8 @@ void read_opt(ConfigFields& fields, ModelConfig& config) {
   for (LayerConfig& layer : config.layers) layer.has_rope = false;
   config.gates_feed_forward = false;
   config.qkv_bias = config.o_bias = config.mlp_bias = true;
-  if (config.num_key_value_heads != config.num_attention_heads) {
-    fields.require("num_key_value_heads", config.num_attention_heads);
-  }
-  if (config.head_dim * config.num_attention_heads != config.hidden_size) {
-    fields.require("head_dim", config.hidden_size / config.num_attention_heads);
-  }
+  require_own_kv_heads(fields, config);
+  require_heads_of_hidden_size(fields, config);
   if (config.rope_scaling) fields.require_none("rope_scaling");
   for (const char* field : {"layerdrop", "activation_dropout"}) fields.get(field);
 }

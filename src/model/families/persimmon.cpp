@@ -13,9 +13,7 @@ const Family persimmon = [] {
   family.norm_eps_field = "layer_norm_eps";
   family.rope.default_rotary_factor = 0.5;
   family.read = [](ConfigFields& fields, ModelConfig& config) {
-    if (config.num_key_value_heads != config.num_attention_heads) {
-      fields.require("num_key_value_heads", config.num_attention_heads);
-    }
+    require_own_kv_heads(fields, config);
     set_layer_norms(config);
     config.gates_feed_forward = false;
     config.activation = read_activation(fields, "hidden_act", Activation::relu2);

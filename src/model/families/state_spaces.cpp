@@ -91,9 +91,10 @@ void rename_nemotron_h(json& content) {
 
 /// Each layer is one of state space, attention, feed-forward part and experts.
 bool read_single_parts(ConfigFields& fields, ModelConfig& config) {
-  const std::vector<std::string> kinds = read_layer_kinds(
-      fields, kinds_field, {{"mamba", "linear_attention"}, {"attention", "full_attention"}});
-  if (kinds.size() != config.layers.size()) fields.fail(kinds_field, "an array of names", "none");
+  const std::vector<std::string> kinds =
+      read_layer_kinds(fields, kinds_field,
+                       {{"mamba", "linear_attention"}, {"attention", "full_attention"}}, config);
+  if (kinds.empty()) fields.fail(kinds_field, "an array of names", "none");
   bool has_experts = false;
   for (std::size_t l = 0; l < kinds.size(); ++l) {
     LayerConfig& layer = config.layers[l];
@@ -253,7 +254,8 @@ std::int64_t expanded_size(ConfigFields& fields, const ModelConfig& config) {
 
 std::vector<std::string> read_layer_kinds(
     ConfigFields& fields, const char* field,
-    const std::vector<std::pair<std::string_view, std::string_view>>& older) {
+    const std::vector<std::pair<std::string_view, std::string_view>>& older,
+    const ModelConfig& config) {
   std::vector<std::string> kinds;
   const json* const names = fields.get(field);
   if (names == nullptr) return kinds;
@@ -264,6 +266,10 @@ std::vector<std::string> read_layer_kinds(
     for (const auto& [old, current] : older) {
       if (kinds.back() == old) kinds.back() = current;
     }
+  }
+  if (kinds.size() != config.layers.size()) {
+    fields.fail(field, fmt::format("an array of {} names", config.layers.size()),
+                fmt::format("{}", kinds.size()));
   }
   return kinds;
 }

@@ -61,13 +61,9 @@ void set_kinds(ConfigFields& fields, const std::vector<bool>& has_block, std::in
 /// Returns which layers have a block, by layers_block_type; nothing without the field.
 std::vector<bool> read_kinds(ConfigFields& fields, const ModelConfig& config) {
   const std::vector<std::string> kinds =
-      read_layer_kinds(fields, blocks_field, {{"mamba", "linear_attention"}});
+      read_layer_kinds(fields, blocks_field, {{"mamba", "linear_attention"}}, config);
   std::vector<bool> has_block;
   if (kinds.empty()) return has_block;
-  if (kinds.size() != config.layers.size()) {
-    fields.fail(blocks_field, fmt::format("an array of {} names", config.layers.size()),
-                fmt::format("{}", kinds.size()));
-  }
   for (const std::string& kind : kinds) {
     if (kind != "hybrid" && kind != "linear_attention") {
       fields.fail(blocks_field, R"("linear_attention" or "hybrid")", files::in_quotes(kind));

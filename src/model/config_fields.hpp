@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <kvzap/core/types.hpp>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -25,16 +26,28 @@ namespace kvzap::model {
 // memory before its weights are read.
 inline constexpr std::int64_t max_size = 2147483647;
 
+/// The content of config.json, some of whose fields get the names of another class
+/// (Family::rename).
+struct ConfigContent : nlohmann::json {
+  /// Names of such fields in the file, by the names that they get.
+  std::map<std::string, std::string> names_in_file;
+};
+
 /// One JSON object of a file. Remembers the fields that were read, to report the others.
 class ConfigFields {
  public:
   /// `name` is the object's own field in messages, e.g. "rope_scaling"; empty: the whole file.
   ConfigFields(const nlohmann::json& object, std::string file, std::string name = "")
       : m_file(std::move(file)), m_object(object, m_file, std::move(name)) {}
+  /// Messages have the names of the file.
+  ConfigFields(const ConfigContent& content, std::string file)
+      : m_file(std::move(file)),
+        m_object(content, m_file),
+        m_names_in_file(content.names_in_file) {}
 
   [[noreturn]] void fail(std::string_view field, std::string_view expected,
                          std::string_view found) const {
-    files::throw_unexpected(m_object.named({}, std::string(field)).where(), expected,
+    files::throw_unexpected(named({}, std::string(field)).where(), expected,
                             files::shown(found, 300));
   }
 
@@ -141,11 +154,18 @@ class ConfigFields {
       -> std::optional<std::decay_t<decltype(read(std::declval<files::JsonField>()))>> {
     const nlohmann::json* const value = get(field);
     if (value == nullptr) return std::nullopt;
-    return read(m_object.named(*value, field));
+    return read(named(*value, field));
+  }
+
+  /// The field under the name that it has in the file.
+  files::JsonField named(const nlohmann::json& value, const std::string& field) const {
+    const auto renamed = m_names_in_file.find(field);
+    return m_object.named(value, renamed == m_names_in_file.end() ? field : renamed->second);
   }
 
   std::string m_file;
   files::JsonField m_object;
+  std::map<std::string, std::string> m_names_in_file;
   std::set<std::string> m_seen;
 };
 

@@ -256,9 +256,9 @@ struct Reading {
 Reading nearest_family(const json& content, const std::string& file, std::string_view name) {
   Reading nearest;
   for (const Family* family : model::families()) {
-    json renamed;
-    if (family->rename != nullptr) family->rename(renamed = content);
-    ConfigFields fields(renamed.is_null() ? content : renamed, file);
+    model::ConfigContent renamed{content, {}};
+    if (family->rename != nullptr) family->rename(renamed);
+    ConfigFields fields(renamed, file);
     Reading reading;
     reading.family = family;
     const auto size = std::min(name.size(), family->class_name.size());
@@ -308,7 +308,8 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   const auto file = kvzap::model::read_config(model);
   if (!file) throw Error(gguf::name_of_model_file(model, "config.json") + ": no such file");
   std::vector<std::string> warnings;
-  json content = kvzap::model::description_of_text(file->content, file->where, warnings);
+  model::ConfigContent content{
+      kvzap::model::description_of_text(file->content, file->where, warnings), {}};
   const auto type = content.find("model_type");
   const Family* const family = kvzap::model::find_family(
       kvzap::model::class_in(content),

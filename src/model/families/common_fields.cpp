@@ -275,8 +275,24 @@ Activation read_activation(ConfigFields& fields, const char* field, Activation a
   fields.fail(field, files::alternatives(names), files::in_quotes(*name));
 }
 
-void rename_field(json& content, const char* own, const char* name) {
-  if (content.contains(own) && !content[own].is_null()) content[name] = content[own];
+void rename_field(ConfigContent& content, const char* own, const char* name) {
+  const auto found = content.find(own);
+  if (found != content.end() && !found->is_null()) {
+    content[name] = json(*found);
+  } else if (content.contains(name)) {
+    return;
+  }
+  content.names_in_file[name] = own;
+}
+
+void rename_inner_field(ConfigContent& content, const char* object, const char* own,
+                        const char* name) {
+  const auto outer = content.find(object);
+  if (outer == content.end() || !outer->is_object()) return;
+  const auto inner = outer->find(own);
+  if (inner == outer->end() || inner->is_null()) return;
+  content[name] = json(*inner);
+  content.names_in_file[name] = fmt::format("{}.{}", object, own);
 }
 
 void require_own_kv_heads(ConfigFields& fields, const ModelConfig& config) {

@@ -21,23 +21,17 @@ constexpr struct {
                     {experts_field, "moe_num_experts", "num_experts"},
                     {experts_field, "moe_top_k", "num_experts_per_tok"}};
 
-void rename_dbrx(json& content) {
+void rename_dbrx(ConfigContent& content) {
   rename_field(content, "d_model", "hidden_size");
   rename_field(content, "n_heads", "num_attention_heads");
   rename_field(content, "n_layers", "num_hidden_layers");
   rename_field(content, "max_seq_len", "max_position_embeddings");
-  const auto object = [&](const char* field) {
-    const auto found = content.find(field);
-    return found != content.end() && found->is_object() ? *found : json::object();
-  };
-  for (const auto& field : inner_fields) {
-    const json inner = object(field.object);
-    if (inner.contains(field.own)) content[field.name] = inner[field.own];
+  for (const auto& [object, own, name] : inner_fields) {
+    rename_inner_field(content, object, own, name);
   }
   // Published files have the base of RoPE here; transformers writes it beside these objects, too.
-  const json attention = object(attention_field);
-  if (!content.contains("rope_parameters") && attention.contains("rope_theta")) {
-    content["rope_theta"] = attention["rope_theta"];
+  if (!content.contains("rope_parameters")) {
+    rename_inner_field(content, attention_field, "rope_theta", "rope_theta");
   }
 }
 

@@ -11,7 +11,7 @@ bool is_set(const nlohmann::json& content, const char* field, bool absent) {
 }
 
 /// The number of KV heads depends on the kind of decoder.
-void rename_falcon(nlohmann::json& content) {
+void rename_falcon(ConfigContent& content) {
   rename_field(content, "n_embed", "hidden_size");
   rename_field(content, "ffn_hidden_size", "intermediate_size");
   default_width(content);

@@ -172,7 +172,7 @@ struct Family {
   bool ties_by_default = false;
   RopeRules rope = {};
   /// Copies fields with names of the family's own to the common names, before the sizes are read.
-  void (*rename)(nlohmann::json& content) = nullptr;
+  void (*rename)(ConfigContent& content) = nullptr;
   /// Reads the fields that not all families have. The sizes have been read, and config.layers has
   /// an entry for each layer.
   void (*read)(ConfigFields& fields, ModelConfig& config) = nullptr;
@@ -337,8 +337,13 @@ void require_heads_of_hidden_size(ConfigFields& fields, const ModelConfig& confi
 /// field. Throws Error for a name that Activation lacks, and for xielu.
 Activation read_activation(ConfigFields& fields, const char* field, Activation absent);
 
-/// Sets `name` to the value of `own`, unless that is absent or null.
-void rename_field(nlohmann::json& content, const char* own, const char* name);
+/// Sets `name` to the value of `own`, unless that is absent or null. Messages about `name` have the
+/// name `own`, also if the file lacks both.
+void rename_field(ConfigContent& content, const char* own, const char* name);
+
+/// The same for the field `own` of an object of the file.
+void rename_inner_field(ConfigContent& content, const char* object, const char* own,
+                        const char* name);
 
 /// Sets intermediate_size to 4 hidden_size if it is absent.
 void default_width(nlohmann::json& content);

@@ -227,7 +227,7 @@ void read_sparsity(ConfigFields& fields, ModelConfig& config) {
 constexpr const char* widths_field = "intermediate_sizes";
 
 /// The file may have a width for each layer.
-void rename_widths(nlohmann::json& content) {
+void rename_widths(ConfigContent& content) {
   const auto found = content.find("intermediate_size");
   if (found == content.end() || !found->is_array() || found->empty()) return;
   content[widths_field] = *found;
@@ -284,7 +284,7 @@ const Family gemma4_unified = [] {
   family.text_defaults =
       R"({"vocab_size":262144,"hidden_size":2304,"intermediate_size":9216,"num_hidden_layers":30,)"
       R"("num_attention_heads":8,"max_position_embeddings":262144})";
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     // What the class lacks, or has another default of.
     content["hidden_size_per_layer_input"] = 0;
     if (!content.contains("sliding_window")) content["sliding_window"] = 1024;

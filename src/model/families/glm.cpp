@@ -72,7 +72,7 @@ const Family sarvam_moe = [] {
   family.default_head_dim = 64;
   family.rope.default_theta = 8e6;
   family.rope.default_rotary_factor = 1;
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_field(content, "num_experts", "n_routed_experts");
     rename_field(content, "num_shared_experts", "n_shared_experts");
     rename_field(content, "use_qkv_bias", "attention_bias");

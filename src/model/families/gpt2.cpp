@@ -9,7 +9,7 @@
 namespace kvzap::model {
 namespace {
 
-void rename_gpt2(nlohmann::json& content) {
+void rename_gpt2(ConfigContent& content) {
   rename_field(content, "n_embd", "hidden_size");
   rename_field(content, "n_layer", "num_hidden_layers");
   rename_field(content, "n_head", "num_attention_heads");
@@ -69,7 +69,7 @@ void read_gpt2(ConfigFields& fields, std::int64_t kv_heads, ModelConfig& config)
 /// GPT-J and CodeGen.
 Family rotary_family() {
   Family family = gpt2_family();
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_gpt2(content);
     if (!content.contains("rotary_dim")) content["rotary_dim"] = 64;
   };
@@ -111,7 +111,7 @@ const Family gpt_bigcode = [] {
   Family family = embedding_family();
   family.class_name = "GPTBigCodeForCausalLM";
   family.model_type = "gpt_bigcode";
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_gpt2(content);
     content["num_key_value_heads"] = 1;
   };

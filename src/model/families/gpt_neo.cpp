@@ -7,7 +7,7 @@
 namespace kvzap::model {
 namespace {
 
-void rename_gpt_neo(nlohmann::json& content) {
+void rename_gpt_neo(ConfigContent& content) {
   rename_field(content, "num_layers", "num_hidden_layers");
   rename_field(content, "num_heads", "num_attention_heads");
   default_width(content);

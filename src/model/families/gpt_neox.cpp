@@ -50,7 +50,7 @@ const Family gpt_neox_japanese = [] {
   family.ties_by_default = true;
   family.rope.default_rotary_factor = 1;
   family.rope.has_older_names = true;
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     const auto hidden = content.find("hidden_size");
     if (hidden == content.end() || !hidden->is_number_unsigned() || *hidden > max_size) return;
     const nlohmann::json times = content.value(width_field, nlohmann::json(4U));

@@ -56,7 +56,7 @@ const Family jamba = [] {
   family.model_type = "jamba";
   family.tested = family_tests;
   family.default_key_value_heads = 8;
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     if (!content.contains("num_experts")) rename_field(content, "num_local_experts", "num_experts");
     if (!content.contains("num_experts")) content["num_experts"] = 16;
   };

@@ -60,7 +60,7 @@ const Family laguna = [] {
   family.rope.default_rotary_factor = 0.5;
   family.rope.default_window_theta = 1e4;
   family.rope.default_window_factor = 1;
-  family.rename = [](json& content) {
+  family.rename = [](ConfigContent& content) {
     // In parameters that the file states, an absent factor is 1.
     const auto rope = content.find("rope_parameters");
     if (rope == content.end() || !rope->is_object()) return;

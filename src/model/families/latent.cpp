@@ -21,7 +21,7 @@ constexpr std::int64_t most_dims = 65536;
 
 /// Makes the sizes of the cache's rows those of the file: one KV head, whose rows have a latent and
 /// RoPE's key.
-void rename_latent(json& content, const LatentDefaults& absent) {
+void rename_latent(ConfigContent& content, const LatentDefaults& absent) {
   const auto size = [&](const char* field, std::int64_t otherwise) -> std::int64_t {
     const auto found = content.find(field);
     if (found == content.end() || found->is_null()) return otherwise;
@@ -128,7 +128,7 @@ Family deepseek_family() {
   Family family;
   family.tested = family_tests;
   family.rope = latent_rope(v2_defaults.rope_dim);
-  family.rename = [](json& content) { rename_latent(content, v2_defaults); };
+  family.rename = [](ConfigContent& content) { rename_latent(content, v2_defaults); };
   return family;
 }
 
@@ -152,7 +152,7 @@ void read_indexer(ConfigFields& fields, ModelConfig& config) {
 
 /// The names of LongCat-Flash's fields, and the number of layers: a layer of the file has two
 /// parts, each of attention and a dense part.
-void rename_longcat(json& content) {
+void rename_longcat(ConfigContent& content) {
   rename_latent(content, v2_defaults);
   rename_field(content, "ffn_hidden_size", "intermediate_size");
   rename_field(content, "expert_ffn_hidden_size", "moe_intermediate_size");
@@ -244,7 +244,7 @@ const Family sarvam_mla = [] {
   family.class_name = "SarvamMLAForCausalLM";
   family.other_classes = {"DeepseekV3ForCausalLM"};
   family.model_type = "sarvam_mla";
-  family.rename = [](json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_latent(content, absent);
     rename_field(content, "num_experts", "n_routed_experts");
     rename_field(content, "num_shared_experts", "n_shared_experts");
@@ -290,7 +290,7 @@ const Family glm_moe_dsa = [] {
   family.class_name = "GlmMoeDsaForCausalLM";
   family.model_type = "glm_moe_dsa";
   family.default_norm_eps = 1e-5;
-  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.rename = [](ConfigContent& content) { rename_latent(content, absent); };
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_latent(fields, absent, config);
     read_indexer(fields, config);
@@ -327,7 +327,7 @@ const Family glm4_moe_lite = [] {
   family.tested = family_tests;
   family.default_norm_eps = 1e-5;
   family.rope = latent_rope(absent.rope_dim);
-  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.rename = [](ConfigContent& content) { rename_latent(content, absent); };
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_latent(fields, absent, config);
     config.rope_is_interleaved = fields.flag("rope_interleave", true);
@@ -351,7 +351,7 @@ const Family youtu = [] {
   family.tested = family_tests;
   family.ties_by_default = true;
   family.rope = latent_rope(v2_defaults.rope_dim);
-  family.rename = [](json& content) { rename_latent(content, v2_defaults); };
+  family.rename = [](ConfigContent& content) { rename_latent(content, v2_defaults); };
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     read_latent(fields, v2_defaults, config);
     config.rope_is_interleaved = fields.flag("rope_interleave", true);
@@ -370,7 +370,7 @@ const Family minicpm3 = [] {
   family.ties_by_default = true;
   family.rope = latent_rope(absent.rope_dim);
   family.rope.is_interleaved = false;
-  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.rename = [](ConfigContent& content) { rename_latent(content, absent); };
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     LatentDefaults own = absent;
     own.value_dim = config.hidden_size / config.num_attention_heads;
@@ -418,7 +418,7 @@ const Family mistral4 = [] {
   family.tested = family_tests;
   family.rope = latent_rope(absent.rope_dim);
   family.rope.scales_queries = true;
-  family.rename = [](json& content) { rename_latent(content, absent); };
+  family.rename = [](ConfigContent& content) { rename_latent(content, absent); };
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     if (fields.get("rope_parameters") == nullptr && fields.get("rope_scaling") == nullptr) {
       fields.fail("rope_parameters", "an object", "none");
@@ -439,10 +439,10 @@ const Family mistral4 = [] {
 // Kimi Linear and Ling 3: Kimi Delta Attention in most layers, latent attention in the others.
 namespace {
 
-void set_kimi_net(ConfigFields& fields, const char* heads_field, std::int64_t heads,
-                  std::int64_t dim, std::int64_t kernel, ModelConfig& config) {
+void set_kimi_net(ConfigFields& fields, std::int64_t heads, std::int64_t dim, std::int64_t kernel,
+                  ModelConfig& config) {
   if (heads > max_size / (dim * dim)) {
-    fields.fail(heads_field, fmt::format("states of at most {} values in a layer", max_size),
+    fields.fail("linear_head_dim", fmt::format("states of at most {} values in a layer", max_size),
                 fmt::format("{} of {} x {}", heads, dim, dim));
   }
   DeltaNetConfig net;
@@ -464,7 +464,7 @@ void set_kimi_layers(ConfigFields& fields, const IsFull& is_full, ModelConfig& c
 }
 
 /// Gives fields of transformers and of published files one name each, and removes the others.
-void rename_kimi_experts(json& content) {
+void rename_kimi_experts(ConfigContent& content) {
   constexpr std::pair<const char*, const char*> names[] = {
       {"num_expert_group", "n_group"},
       {"num_local_experts", "num_experts"},
@@ -478,7 +478,10 @@ void rename_kimi_experts(json& content) {
   }
 }
 
-/// The older fields of Kimi Linear's nets, in an object of their own. Layers are counted from 1.
+/// The object of older fields of Kimi Linear's nets.
+constexpr const char* older_net = "linear_attn_config";
+
+/// Reads the layers of that object, which are counted from 1.
 std::vector<bool> read_kimi_lists(ConfigFields& fields, const ModelConfig& config) {
   const auto count = config.num_hidden_layers;
   std::vector<int> kinds(static_cast<std::size_t>(count), -1);
@@ -508,23 +511,15 @@ std::vector<bool> read_kimi_lists(ConfigFields& fields, const ModelConfig& confi
 }
 
 void read_kimi_linear(ConfigFields& fields, ModelConfig& config) {
-  const auto of_net = [&](ConfigFields& own, const char* field, const char* name,
-                          std::int64_t otherwise, std::int64_t most) {
-    const std::int64_t size = fields.find_size(field, most).value_or(otherwise);
-    return own.find_size(name, most).value_or(size);
-  };
-  constexpr const char* older = "linear_attn_config";
   const json empty = json::object();
-  const json* const stated = fields.get(older);
+  const json* const stated = fields.get(older_net);
   if (stated != nullptr && !stated->is_object()) {
-    fields.fail(older, "an object", files::described(*stated));
+    fields.fail(older_net, "an object", files::described(*stated));
   }
-  ConfigFields own(stated == nullptr ? empty : *stated, fields.file(), older);
-  const std::int64_t heads = of_net(own, "linear_num_heads", "num_heads", 32, most_dims);
-  const std::int64_t dim = of_net(own, "linear_head_dim", "head_dim", 128, most_dims);
-  set_kimi_net(fields, "linear_num_heads", heads, dim,
-               of_net(own, "linear_conv_kernel_dim", "short_conv_kernel_size", 4,
-                      DeltaNetConfig::max_kernel),
+  ConfigFields own(stated == nullptr ? empty : *stated, fields.file(), older_net);
+  const std::int64_t dim = fields.find_size("linear_head_dim", most_dims).value_or(128);
+  set_kimi_net(fields, fields.find_size("linear_num_heads", most_dims).value_or(32), dim,
+               fields.find_size("linear_conv_kernel_dim", DeltaNetConfig::max_kernel).value_or(4),
                config);
   config.delta_net->gate_rank = dim;
   const std::vector<bool> is_full = read_kimi_lists(own, config);
@@ -552,9 +547,12 @@ const Family kimi_linear = [] {
   family.class_name = "KimiLinearForCausalLM";
   family.model_type = "kimi_linear";
   family.default_norm_eps = 1e-5;
-  family.rename = [](json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_latent(content, kimi_defaults);
     rename_kimi_experts(content);
+    rename_inner_field(content, older_net, "num_heads", "linear_num_heads");
+    rename_inner_field(content, older_net, "head_dim", "linear_head_dim");
+    rename_inner_field(content, older_net, "short_conv_kernel_size", "linear_conv_kernel_dim");
   };
   family.read = [](ConfigFields& fields, ModelConfig& config) {
     fields.require_none("rope_scaling");
@@ -601,7 +599,7 @@ const Family bailing_hybrid = [] {
   family.class_name = "BailingHybridForCausalLM";
   family.model_type = "bailing_hybrid";
   family.rope.default_theta = 6e6;
-  family.rename = [](json& content) {
+  family.rename = [](ConfigContent& content) {
     // head_dim is that of the nets. transformers writes both.
     if (!content.contains("linear_head_dim")) rename_field(content, "head_dim", "linear_head_dim");
     rename_latent(content, kimi_defaults);
@@ -614,7 +612,7 @@ const Family bailing_hybrid = [] {
         fields.find_size("linear_num_heads", most_dims).value_or(config.num_attention_heads);
     const std::int64_t dim = fields.find_size("linear_head_dim", most_dims).value_or(128);
     const auto kernel = fields.find_size("short_conv_kernel_size", DeltaNetConfig::max_kernel);
-    set_kimi_net(fields, "linear_num_heads", heads, dim,
+    set_kimi_net(fields, heads, dim,
                  fields.find_size("linear_conv_kernel_dim", DeltaNetConfig::max_kernel)
                      .value_or(kernel.value_or(4)),
                  config);

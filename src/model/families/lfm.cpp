@@ -11,7 +11,7 @@ namespace kvzap::model {
 namespace {
 
 /// Names of files from before transformers had the class.
-void rename_lfm(nlohmann::json& content) {
+void rename_lfm(ConfigContent& content) {
   rename_field(content, "block_ff_dim", "intermediate_size");
   rename_field(content, "tie_embedding", "tie_word_embeddings");
 }

@@ -36,7 +36,7 @@ const Family exaone = [] {
   family.default_key_value_heads = 8;
   family.default_norm_eps = 1e-5;
   family.rope.default_theta = 5e5;
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_field(content, "num_layers", "num_hidden_layers");
     rename_field(content, "layer_norm_epsilon", "rms_norm_eps");
     rename_field(content, "activation_function", "hidden_act");
@@ -71,7 +71,7 @@ const Family internlm3 = [] {
   family.default_key_value_heads = 2;
   family.default_head_dim = 128;
   family.default_norm_eps = 1e-5;
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_field(content, "qkv_bias", "attention_bias");
     rename_field(content, "bias", "mlp_bias");
   };

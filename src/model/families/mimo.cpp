@@ -10,7 +10,7 @@ namespace {
 using nlohmann::json;
 
 /// Published files have a number for each layer instead of a name.
-void name_kinds(json& content, const char* numbers, const char* field, const char* of_0,
+void name_kinds(ConfigContent& content, const char* numbers, const char* field, const char* of_0,
                 const char* of_1) {
   const auto found = content.find(numbers);
   if (found == content.end() || !found->is_array() || content.contains(field)) return;
@@ -19,6 +19,7 @@ void name_kinds(json& content, const char* numbers, const char* field, const cha
     names.push_back(number == 0 ? json(of_0) : number == 1 ? json(of_1) : number);
   }
   content[field] = names;
+  content.names_in_file[field] = numbers;
 }
 
 void read_value_size(ConfigFields& fields, ModelConfig& config) {
@@ -76,7 +77,7 @@ const Family mimo_v2_flash = [] {
   family.rope.default_theta = 5e6;
   family.rope.default_rotary_factor = family.rope.default_window_factor = 0.334;
   family.rope.default_window_theta = 1e4;
-  family.rename = [](json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_field(content, "layernorm_epsilon", "rms_norm_eps");
     rename_field(content, "swa_rope_theta", "rope_local_base_freq");
     name_kinds(content, "hybrid_layer_pattern", "layer_types", "full_attention",

@@ -12,7 +12,7 @@ namespace {
 using nlohmann::json;
 
 /// Names of the published files, from before transformers had the class.
-void rename_minimax(json& content) {
+void rename_minimax(ConfigContent& content) {
   constexpr std::pair<const char*, const char*> older[] = {
       {"layernorm_full_attention_alpha", "full_attn_alpha_factor"},
       {"layernorm_full_attention_beta", "full_attn_beta_factor"},

@@ -35,7 +35,7 @@ const Family modernbert_decoder = [] {
   family.ties_by_default = true;
   family.rope.default_theta = 160000;
   family.rope.default_window_theta = 10000;
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_field(content, "local_rope_theta", "rope_local_base_freq");
     if (!content.contains("rope_parameters")) {
       rename_field(content, "global_rope_theta", "rope_theta");

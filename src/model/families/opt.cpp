@@ -89,7 +89,7 @@ const Family xglm = [] {
   family.class_name = "XGLMForCausalLM";
   family.model_type = "xglm";
   family.norm_eps_field = "norm_eps";  // the class has the eps of PyTorch
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     rename_field(content, "d_model", "hidden_size");
     rename_field(content, "num_layers", "num_hidden_layers");
     rename_field(content, "attention_heads", "num_attention_heads");

@@ -52,7 +52,7 @@ void read_phi3(ConfigFields& fields, ModelConfig& config) {
 Family multimodal_family() {
   Family family = phi3_family();
   family.tested = "its config.json and names of tensors; on text it computes as Phi3ForCausalLM";
-  family.rename = [](nlohmann::json& content) {
+  family.rename = [](ConfigContent& content) {
     for (const char* key : {"rope_scaling", "rope_parameters"}) {
       const auto rope = content.find(key);
       if (rope == content.end() || !rope->is_object()) continue;

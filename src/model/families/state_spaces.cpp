@@ -59,7 +59,7 @@ constexpr const char* kinds_field = "layers_block_type";
 
 /// Names of files from before transformers had the class: a letter for each layer, and the fields
 /// of other families. The number of layers is that of the list.
-void rename_nemotron_h(json& content) {
+void rename_nemotron_h(ConfigContent& content) {
   constexpr std::pair<char, const char*> letters[] = {
       {'M', "linear_attention"}, {'E', "moe"}, {'*', "full_attention"}, {'-', "mlp"}};
   constexpr const char* pattern_field = "hybrid_override_pattern";
@@ -74,6 +74,7 @@ void rename_nemotron_h(json& content) {
       kinds.push_back(kind);
     }
     content[kinds_field] = kinds;
+    content.names_in_file[kinds_field] = pattern_field;
   }
   rename_field(content, "layer_types", kinds_field);
   constexpr std::pair<const char*, const char*> older[] = {{"mamba_n_groups", "n_groups"},
@@ -108,8 +109,10 @@ bool read_single_parts(ConfigFields& fields, ModelConfig& config) {
     } else if (kinds[l] == "linear_attention") {
       layer.mixing = TokenMixing::state_space;
     } else if (kinds[l] != "full_attention") {
-      fields.fail(kinds_field, "\"linear_attention\", \"full_attention\", \"mlp\" or \"moe\"",
-                  files::in_quotes(kinds[l]));
+      // In parentheses: the letters of hybrid_override_pattern.
+      constexpr const char* known =
+          R"("linear_attention" (M), "full_attention" (*), "mlp" (-) or "moe" (E))";
+      fields.fail(kinds_field, known, files::in_quotes(kinds[l]));
     }
   }
   return has_experts;

@@ -81,7 +81,7 @@ void deal_rope(json& content) {
   if (parameters.contains(step_kinds[0])) content.erase("rope_scaling");
 }
 
-void rename_step(json& content) {
+void rename_step(ConfigContent& content) {
   rename_field(content, "num_attention_groups", "num_key_value_heads");
   for (const char* own : {"num_local_experts", "moe_num_experts"}) {
     rename_field(content, own, "n_routed_experts");

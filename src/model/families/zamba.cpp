@@ -16,7 +16,7 @@ using nlohmann::json;
 constexpr const char* blocks_field = "layers_block_type";
 
 /// Sets the sizes that follow from others: heads of attention, which reads two vectors.
-void rename_zamba(json& content) {
+void rename_zamba(ConfigContent& content) {
   rename_field(content, "layer_types", blocks_field);
   for (const char* field : {"intermediate_size", "attention_head_dim"}) {
     if (content.contains(field) && content[field].is_null()) content.erase(field);

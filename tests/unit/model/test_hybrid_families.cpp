@@ -157,9 +157,9 @@ TEST(HybridFamilies, NemotronH) {
       load("NemotronHForCausalLM", sizes + R"(,"layers_block_type":["linear_attention","mlp"])");
   EXPECT_FALSE(none.experts);
   expect_error([&] { kvzap::model::require_full_layers(none); }, {"nothing can be pruned"});
-  expect_error([&] { load("NemotronHForCausalLM", sizes); }, {"layers_block_type", "found none"});
+  expect_error([&] { load("NemotronHForCausalLM", sizes); }, {"layer_types", "found none"});
   expect_error([&] { load("NemotronHForCausalLM", sizes + R"(,"hybrid_override_pattern":"MX")"); },
-               {"layers_block_type", "'X'"});
+               {"hybrid_override_pattern", "\"mlp\" (-)", "'X'"});
   expect_error(
       [&] {
         load("NemotronHForCausalLM",
@@ -290,7 +290,7 @@ TEST(HybridFamilies, Zamba2) {
   expect_error(
       [&] { load("Zamba2ForCausalLM", sizes + R"(,"use_shared_attention_adapter":true)"); },
       {"num_key_value_heads", "num_attention_heads (8)", "found 2"});
-  expect_error([] { load("Zamba2ForCausalLM"); }, {"layers_block_type", "4 layers", "found none"});
+  expect_error([] { load("Zamba2ForCausalLM"); }, {"layer_types", "4 layers", "found none"});
   expect_error([&] { load("Zamba2ForCausalLM", sizes + R"(,"n_mamba_heads":9)"); },
                {"n_mamba_heads", "128"});
   expect_error(
@@ -414,7 +414,7 @@ TEST(LatentFamilies, LongcatFlash) {
                           std::initializer_list<std::string_view> parts) {
     expect_error([&] { load("LongcatFlashForCausalLM", fields); }, parts);
   };
-  refused(sizes + "0", {"num_experts_per_tok", "at most n_routed_experts (8)", "found 9"});
+  refused(sizes + "0", {"moe_topk", "at most n_routed_experts (8)", "found 9"});
   refused(sizes + R"(4,"zero_expert_type":"copy")", {"zero_expert_type", "'identity'", "'copy'"});
   refused(sizes + R"(4,"q_lora_rank":null)", {"q_lora_rank", "found none"});
   refused(sizes + "-1", {"zero_expert_num", "found -1"});
@@ -464,7 +464,7 @@ TEST(HybridFamilies, KimiLinear) {
   refused(R"("linear_attn_config":{"kda_layers":[1,2],"full_attn_layers":[3]})",
           {"linear_attn_config.kda_layers", "layer 4"});
   refused(R"("linear_attn_config":{"head_dim":0})", {"linear_attn_config.head_dim"});
-  refused(R"("linear_num_heads":65536,"linear_head_dim":65536)", {"linear_num_heads", "states"});
+  refused(R"("linear_num_heads":65536,"linear_head_dim":65536)", {"linear_head_dim", "states"});
   refused(R"("linear_conv_kernel_dim":17)", {"linear_conv_kernel_dim"});
   refused(R"("mla_use_nope":false)", {"mla_use_nope"});
   refused(R"("moe_router_activation_func":"softmax")", {"moe_router_activation_func"});
@@ -507,7 +507,7 @@ TEST(HybridFamilies, Ling3) {
   refused(R"("kda_lower_bound":0)", {"kda_lower_bound"});
   refused(R"("kda_lower_bound":1)", {"kda_lower_bound"});
   refused(R"("layer_group_size":0)", {"layer_group_size"});
-  refused(R"("head_dim":0)", {"linear_head_dim"});
+  refused(R"("head_dim":0)", {": head_dim: expected"});
   refused(R"("short_conv_kernel_size":17)", {"short_conv_kernel_size"});
 }
 

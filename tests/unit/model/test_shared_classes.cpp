@@ -71,7 +71,7 @@ TEST(SharedClasses, InternLmAndIQuestCoder) {
   EXPECT_EQ(biased.head_dim, 128);
   EXPECT_EQ(load("InternLM3ForCausalLM", internlm + R"(,"head_dim":null)").head_dim, 16);
   expect_error([&] { load("InternLM3ForCausalLM", internlm + R"(,"bias":true)"); },
-               {"mlp_bias", "expected false", "found true"});
+               {": bias: expected", "false", "found true"});
   const std::string iquest = sizes + R"(,"model_type":"iquestcoder")";
   const ModelConfig plain = load("IQuestCoderForCausalLM", iquest);
   EXPECT_EQ(plain.num_key_value_heads, 8);
@@ -151,7 +151,7 @@ TEST(SharedClasses, DbrxHasObjectsForAttentionAndExperts) {
   expect_error([&] { dbrx("", four + R"(,"ffn_act_fn":{"name":"gelu"})"); },
                {"ffn_config.ffn_act_fn", "silu", "gelu"});
   expect_error([&] { dbrx(R"("clip_qkv":-1)", four); }, {"clip_qkv", "found -1"});
-  expect_error([&] { dbrx(R"("kv_n_heads":3)", four); }, {"num_key_value_heads", "found 3"});
+  expect_error([&] { dbrx(R"("kv_n_heads":3)", four); }, {"attn_config.kv_n_heads", "found 3"});
   expect_error([&] { dbrx("", R"(,"moe_num_experts":0)"); }, {"num_experts", "found 0"});
 }
 

@@ -171,7 +171,7 @@ TEST(ValueSize, Mimo) {
   refused(R"("swa_num_key_value_heads":4)", {"swa_num_key_value_heads", "expected 8", "found 4"});
   refused(R"("add_full_attention_sink_bias":true)", {"add_full_attention_sink_bias", "false"});
   refused(R"("n_shared_experts":1)", {"n_shared_experts", "none"});
-  refused(R"("hybrid_layer_pattern":[0,2,1,0,1,1,1])", {"layer_types", "found 2"});
+  refused(R"("hybrid_layer_pattern":[0,2,1,0,1,1,1])", {"hybrid_layer_pattern", "found 2"});
   refused(R"("rope_parameters":{"full_attention":3})", {"rope_parameters"});
   refused(R"("rope_parameters":{"sliding_attention":{"partial_rotary_factor":0.001}})",
           {"partial_rotary_factor", "even number", "0 of 192"});

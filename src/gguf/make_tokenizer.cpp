@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <kvzap/core/types.hpp>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -26,6 +27,7 @@ constexpr std::uint64_t max_merges = 1u << 22;
 
 constexpr const char* tokens_key = "tokenizer.ggml.tokens";
 constexpr const char* model_key = "tokenizer.ggml.model";
+constexpr const char* merges_key = "tokenizer.ggml.merges";
 constexpr const char* pre_key = "tokenizer.ggml.pre";
 
 std::string replaced(std::string_view text, std::string_view from, std::string_view to) {
@@ -110,7 +112,7 @@ json vocabulary_of(const Metadata& values, const TokenTable& tokens) {
   for (std::size_t id = 0; id < tokens.size(); ++id) {
     // Converters fill gaps of the vocabulary with unused tokens.
     if (tokens.type(id) == unused) continue;
-    const bool is_new = members.emplace(std::string(tokens.texts[id]), id).second;
+    const bool is_new = members.emplace(prompt_text(values, tokens, id), id).second;
     if (is_new || tokens.is_added(id)) continue;
     values.fail(fmt::format("{}[{}]", tokens_key, id), "each token once",
                 fmt::format("{} again", files::in_quotes(tokens.texts[id])));
@@ -120,10 +122,12 @@ json vocabulary_of(const Metadata& values, const TokenTable& tokens) {
 
 json added_tokens_of(const Metadata& values, const TokenTable& tokens) {
   json added = json::array();
+  std::set<std::string> known;
   for (std::size_t id = 0; id < tokens.size(); ++id) {
-    if (!tokens.is_added(id) || tokens.texts[id].empty()) continue;
+    const std::string text = prompt_text(values, tokens, id);
+    if (!tokens.is_added(id) || text.empty() || !known.insert(text).second) continue;
     added.push_back({{"id", id},
-                     {"content", prompt_text(values, tokens, id)},
+                     {"content", text},
                      {"single_word", false},
                      {"lstrip", false},
                      {"rstrip", false},
@@ -154,16 +158,15 @@ void add_template(const Metadata& values, const TokenTable& tokens, bool bos_by_
 }
 
 json merges_of(const Metadata& values) {
-  constexpr const char* key = "tokenizer.ggml.merges";
-  auto texts = values.find_strings(key, max_merges);
-  if (!texts) values.fail(key, "an array of strings", "none");
+  auto texts = values.find_strings(merges_key, max_merges);
+  if (!texts) values.fail(merges_key, "an array of strings", "none");
   json merges = json::array();
   auto& list = merges.get_ref<json::array_t&>();
   list.reserve(static_cast<std::size_t>(texts->left()));
   while (texts->left() > 0) {
     const std::string_view text = texts->next();
     if (!files::is_utf8(text)) {
-      values.fail(fmt::format("{}[{}]", key, list.size()), "a text in UTF-8",
+      values.fail(fmt::format("{}[{}]", merges_key, list.size()), "a text in UTF-8",
                   files::in_quotes(text));
     }
     list.emplace_back(std::string(text));
@@ -194,6 +197,22 @@ void make_merging(const Metadata& values, const TokenTable& tokens, std::string_
   add_template(values, tokens, kind->add_bos, tokenizer);
 }
 
+/// Returns the merges of a file that build tokens of its vocabulary.
+json merges_of_vocabulary(const Metadata& values, const json& vocabulary) {
+  json merges = json::array();
+  for (json& merge : merges_of(values)) {
+    const auto& text = merge.get_ref<const std::string&>();
+    const std::size_t space = text.find(' ', 1);
+    if (space == text.npos) values.fail(merges_key, "pairs of tokens", files::in_quotes(text));
+    const std::string left = text.substr(0, space), right = text.substr(space + 1);
+    if (vocabulary.contains(left) && vocabulary.contains(right) &&
+        vocabulary.contains(left + right)) {
+      merges.push_back(std::move(merge));
+    }
+  }
+  return merges;
+}
+
 /// Returns the merges that build the tokens of SentencePiece's BPE: every split of a token in two
 /// tokens, in descending order of the token's score. Equal scores are ordered as transformers'
 /// converter orders them.
@@ -219,13 +238,18 @@ json merges_of_scores(const Metadata& values, const TokenTable& tokens) {
 
 void make_sentence_piece(const Metadata& values, const TokenTable& tokens, json& tokenizer) {
   const bool adds_space = values.find_flag("tokenizer.ggml.add_space_prefix").value_or(true);
+  json vocabulary = vocabulary_of(values, tokens);
+  // A file of SentencePiece's model has scores. Converters of tokenizer.json may add its merges,
+  // which can differ in the order.
+  json merges = values.has(merges_key) ? merges_of_vocabulary(values, vocabulary)
+                                       : merges_of_scores(values, tokens);
   json normalizers = json::array();
   if (adds_space) normalizers.push_back({{"type", "Prepend"}, {"prepend", space_mark}});
   normalizers.push_back(replace_text(" ", space_mark));
   tokenizer["normalizer"] = {{"type", "Sequence"}, {"normalizers", std::move(normalizers)}};
   tokenizer["pre_tokenizer"] = nullptr;
   tokenizer["decoder"] = marked_spaces_decoder(adds_space);
-  tokenizer["model"] = bpe_model(vocabulary_of(values, tokens), merges_of_scores(values, tokens));
+  tokenizer["model"] = bpe_model(std::move(vocabulary), std::move(merges));
   add_byte_fallback(values, tokens, tokenizer["model"]);
   add_template(values, tokens, true, tokenizer);
 }

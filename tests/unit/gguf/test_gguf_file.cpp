@@ -115,13 +115,36 @@ TEST(GgufFile, SentencePieceTokenizer) {
   draft.set("tokenizer.ggml.scores", f32s_value({0, 0, 0, 0, -9, -7, -8, -2, -1, -3}));
   draft.set("tokenizer.ggml.bos_token_id", u32_value(1));
   draft.set("tokenizer.ggml.eos_token_id", u32_value(2));
-  const json tokenizer = made(draft, "tokenizer.json");
+  draft.remove("tokenizer.ggml.merges");
+  json tokenizer = made(draft, "tokenizer.json");
   EXPECT_EQ(tokenizer["model"]["merges"],
             json::array({json::array({"\u2581", "a"}), json::array({"a", "b"}),
                          json::array({"\u2581a", "b"}), json::array({"\u2581", "ab"})}));
   EXPECT_TRUE(tokenizer["model"]["byte_fallback"].get<bool>());
   EXPECT_EQ(tokenizer["model"]["unk_token"], "<unk>");
   EXPECT_EQ(tokenizer["post_processor"]["special_tokens"]["<s>"]["ids"], json::array({1}));
+  // Converters of tokenizer.json add its merges. Those of other tokens are left out.
+  draft.set("tokenizer.ggml.merges", texts_value({"a b", "a a", "\u2581 a"}));
+  tokenizer = made(draft, "tokenizer.json");
+  EXPECT_EQ(tokenizer["model"]["merges"], json::array({"a b", "\u2581 a"}));
+}
+
+/// Tokens of users have marks in place of the spaces in a prompt.
+TEST(GgufFile, TokensOfUsers) {
+  GgufDraft draft = small_draft();
+  draft.set("tokenizer.ggml.model", text_value("llama"));
+  draft.set("tokenizer.ggml.tokens",
+            texts_value({"<unk>", "\u2581", "a", "\u2581\u2581", "<x\u2581y>", "  ", "<0x0A>"}));
+  draft.set("tokenizer.ggml.token_type", i32s_value({2, 1, 1, 4, 4, 4, 6}));
+  draft.set("tokenizer.ggml.scores", f32s_value({0, -1, -2, -3, -4, -5, -6}));
+  draft.set("tokenizer.ggml.merges", texts_value({"\u2581 \u2581"}));
+  draft.set("tokenizer.ggml.bos_token_id", u32_value(0));
+  draft.set("tokenizer.ggml.add_space_prefix", flag_value(0));
+  TemporaryFolder folder;
+  folder.write("x.gguf", draft.bytes());
+  const Tokenizer tokenizer = Tokenizer::load(folder.path() / "x.gguf");
+  EXPECT_EQ(tokenizer.encode("a  a a<x y>"), (std::vector<TokenId>{2, 3, 2, 1, 2, 4}));
+  EXPECT_EQ(tokenizer.decode({3, 4}), "  <x y>");
 }
 
 /// Characters with merges: spaces are marks, and characters without a token are bytes.

@@ -352,7 +352,11 @@ TEST(GgufMalformed, Tokenizers) {
         "tokenizer.ggml.merges: expected an array of strings, found none"},
        {"a merge", with("tokenizer.ggml.merges", texts_value({"a b", "\xff b"})),
         "tokenizer.ggml.merges[1]: expected a text in UTF-8, found '\\xff b'"},
-       {"no scores", with("tokenizer.ggml.model", text_value("llama")),
+       {"no scores",
+        [](auto& draft) {
+          draft.set("tokenizer.ggml.model", text_value("llama"));
+          draft.remove("tokenizer.ggml.merges");
+        },
         "tokenizer.ggml.scores: expected an array of numbers, found none"},
        {"flag", with("tokenizer.ggml.add_bos_token", flag_value(2)),
         "tokenizer.ggml.add_bos_token: expected 0 or 1 (false or true), found 2"},

@@ -1,5 +1,6 @@
 #include "text/vocabulary.hpp"
 
+#include <algorithm>
 #include <functional>
 
 namespace kvzap::text {
@@ -30,6 +31,7 @@ bool Vocabulary::insert(std::string_view text, TokenId id) {
   }
   m_tokens.push_back({m_texts.size(), static_cast<std::uint32_t>(text.size()), id});
   m_texts += text;
+  m_longest = std::max(m_longest, text.size());
   const std::uint32_t hash = hash_of(text);
   const std::size_t mask = m_slots.size() - 1;
   std::size_t slot = hash & mask;

@@ -32,6 +32,9 @@ class Vocabulary {
 
   std::size_t size() const { return m_tokens.size(); }
 
+  /// The bytes of the longest text.
+  std::size_t longest() const { return m_longest; }
+
  private:
   struct Token {
     std::size_t begin;  // of its text
@@ -48,6 +51,7 @@ class Vocabulary {
   }
 
   std::string m_texts;
+  std::size_t m_longest = 0;
   std::vector<Token> m_tokens;
   std::vector<Slot> m_slots;            // by hash: a power of two, at most half of them taken
   std::vector<std::uint32_t> m_places;  // by id, as in a slot: the ids of models are dense

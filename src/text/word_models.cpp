@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "text/utf8.hpp"
 
 namespace kvzap::text {
@@ -10,8 +12,16 @@ using files::JsonField;
 
 namespace {
 
-// The work for a word grows with the square of its length. tokenizers' default is 100.
+// The work for a word grows with its length and the square of that of the longest token.
+// tokenizers' default is 100.
 constexpr std::int64_t most_characters = 1024;
+
+/// Returns as many whole characters as at most so many bytes hold.
+std::string_view first_characters(std::string_view text, std::size_t bytes) {
+  if (bytes >= text.size()) return text;
+  while (bytes > 0 && (static_cast<unsigned char>(text[bytes]) & 0xC0u) == 0x80u) --bytes;
+  return text.substr(0, bytes);
+}
 
 }  // namespace
 
@@ -60,7 +70,7 @@ void WordPiece::encode(std::string_view piece, std::vector<TokenId>& ids) const 
   for (std::size_t begin = 0; begin < piece.size();) {
     token = begin > 0 ? m_prefix : std::string();
     const std::size_t prefix = token.size();
-    token += piece.substr(begin);
+    token += first_characters(piece.substr(begin), longest() - std::min(longest(), prefix));
     std::optional<TokenId> id;
     while (token.size() > prefix && !(id = find(token))) {
       token.resize(token.size() - last_character(token).second);

@@ -31,6 +31,8 @@ class WordLevel : public TokenModel {
   /// Throws Error if the vocabulary has no unknown token.
   void append_unknown(std::string_view piece, std::vector<TokenId>& ids) const;
 
+  std::size_t longest() const { return m_vocabulary.longest(); }
+
  private:
   Vocabulary m_vocabulary;
   std::string m_unknown;

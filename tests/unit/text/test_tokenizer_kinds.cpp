@@ -201,6 +201,15 @@ TEST(TokenizerKinds, EncodeLongTextsQuickly) {
   }
   const Tokenizer unigram = load(bare({{"type", "Unigram"}, {"unk_id", 0}, {"vocab", scores}}));
   EXPECT_FALSE(unigram.encode(std::string(size, 'a')).empty());
+  const Tokenizer words = load(bare(Json::parse(R"({"type": "WordPiece", "unk_token": "?", "vocab":
+      {"?": 0, "\u00e9": 1, "##\u00e9": 2, "##a\u00e9": 3, "##a": 4},
+      "continuing_subword_prefix": "##", "max_input_chars_per_word": 1024})")));
+  EXPECT_EQ(words.encode("\u00e9a\u00e9\u00e9aa\u00e9"), (Ids{1, 3, 2, 4, 3}));
+  std::string word = "\u00e9";  // another word each time
+  for (std::size_t i = 0; i < 600; ++i) {
+    word += i % 3 == 0 ? "\u00e9" : "a\u00e9";
+    ASSERT_EQ(words.encode(word).size(), i + 2);
+  }
   EXPECT_EQ(unigram.encode(std::string(size, 'b')), Ids{0});
   Json root = bare(bpe({{"a", 0}, {"aa", 1}}, {"a a"}));
   EXPECT_EQ(load(root).encode(std::string(size, 'a')).size(), size / 2);

@@ -35,6 +35,8 @@ using nlohmann::json;
 namespace {
 
 constexpr std::int64_t most_tokens = 1 << 21;
+// Most tokens of a vocabulary with ranks. Published ones have 200,000.
+constexpr std::size_t most_ranks = 1u << 19;
 // Most tokens without a text. Published vocabularies have a thousand.
 constexpr std::int64_t most_gap = 1 << 16;
 
@@ -74,6 +76,9 @@ std::vector<std::string> read_ranks(const fs::path& file) {
       files::throw_unexpected(fmt::format("{}: line {}", file.string(), line),
                               fmt::format("a token in base64 and its rank {}", tokens.size()),
                               files::abbreviated(entry));
+    }
+    if (tokens.size() == most_ranks) {
+      files::throw_unexpected(file.string(), fmt::format("at most {} tokens", most_ranks), "more");
     }
     tokens.push_back(files::byte_alphabet().encode(*bytes));
   }
@@ -148,6 +153,9 @@ class FolderTokenizer {
     constexpr std::string_view fast = "Fast";
     if (m_class.size() > fast.size() && m_class.substr(m_class.size() - fast.size()) == fast) {
       m_class.resize(m_class.size() - fast.size());
+    }
+    if (config("split_special_tokens").boolean(false)) {
+      files::throw_unexpected(m_config_name + ": split_special_tokens", "false", "true");
     }
     if (!m_config.contains("added_tokens_decoder")) read_older_files(folder);
     m_made = {{"version", "1.0"}, {"truncation", nullptr}, {"padding", nullptr}};
@@ -269,7 +277,7 @@ class FolderTokenizer {
     const std::map<std::int64_t, std::string> named = tekken_tokens(root.member("special_tokens"));
     const std::int64_t first_id = special_count.is_null() ? static_cast<std::int64_t>(named.size())
                                                           : special_count.integer(0, most_gap);
-    std::size_t count = entries.array_size();
+    std::size_t count = std::min(entries.array_size(), most_ranks);
     if (!size.is_null()) {
       count =
           std::min(count, static_cast<std::size_t>(size.integer(first_id, most_tokens) - first_id));
@@ -284,7 +292,6 @@ class FolderTokenizer {
     make_ranked(tokens, static_cast<std::size_t>(first_id),
                 sequence_of_pre_tokenizers(
                     {split_at(settings.member("pattern").string()), byte_level(false)}));
-    m_defaults = {{"bos_token", "<s>"}, {"eos_token", "</s>"}};
     for (std::int64_t id = 0; id < first_id; ++id) {
       const auto found = named.find(id);
       add(found == named.end() ? fmt::format("<SPECIAL_{}>", id) : found->second, true, id);
@@ -309,6 +316,7 @@ class FolderTokenizer {
     std::int64_t last = 0;
     for (const auto& entry : declared.items()) last = std::max(last, declared_id(entry.key()));
     const auto first = static_cast<std::int64_t>(tokens.size());
+    m_first_special = first;
     if (last - first > most_gap) {
       files::throw_unexpected(m_config_name + ": added_tokens_decoder",
                               fmt::format("ids below {}", first + most_gap), std::to_string(last));
@@ -352,7 +360,11 @@ class FolderTokenizer {
                                            : m_made["pre_tokenizer"];
     bytes["add_prefix_space"] = config("add_prefix_space").boolean(false);
     m_made["decoder"] = byte_level_decoder();
-    m_made["model"] = bpe_model(files::read_json_object(m_file), merges_of_file());
+    json vocabulary = files::read_json_object(m_file);
+    const JsonField vocab(vocabulary, m_file.string());
+    for (const auto& entry : vocabulary.items()) vocab.member(entry.key()).integer(0, most_tokens);
+    json merges = merges_of_file(vocabulary);
+    m_made["model"] = bpe_model(std::move(vocabulary), std::move(merges));
     for (const char* token : {"bos_token", "eos_token", "unk_token"}) {
       m_defaults[token] = kind->second.second;
     }
@@ -360,23 +372,30 @@ class FolderTokenizer {
       m_defaults.erase("bos_token");
       m_defaults["pad_token"] = kind->second.second;
     }
-    const JsonField vocab(m_made["model"]["vocab"], m_file.string());
-    for (const auto& entry : vocab.value().items()) {
-      vocab.member(entry.key()).integer(0, most_tokens);
-    }
+    if (name == "GPTNeoXTokenizer") m_defaults["pad_token"] = "<|padding|>";
   }
 
-  json merges_of_file() const {
+  json merges_of_file(const json& vocabulary) const {
     const fs::path file = m_file.parent_path() / "merges.txt";
     const std::string text = files::read_text_file(file);
     if (!files::is_utf8(text)) files::throw_unexpected(file.string(), "UTF-8", "other bytes");
     json list = json::array();
     std::string_view rest = text;
-    while (!rest.empty()) {
+    for (std::size_t place = 1; !rest.empty(); ++place) {
       std::string_view line = rest.substr(0, rest.find('\n'));
       rest.remove_prefix(std::min(rest.size(), line.size() + 1));
       if (!line.empty() && line.back() == '\r') line.remove_suffix(1);
-      if (!line.empty() && line.substr(0, 8) != "#version") list.push_back(std::string(line));
+      if (line.empty() || line.substr(0, 8) == "#version") continue;
+      const std::size_t space = line.find(' ');
+      const std::string left(line.substr(0, space));
+      const std::string right(space == line.npos ? "" : line.substr(space + 1));
+      const auto has = [&](const std::string& token) { return vocabulary.contains(token); };
+      if (!has(left) || !has(right) || !has(left + right)) {
+        files::throw_unexpected(fmt::format("{}: line {}", file.string(), place),
+                                "two tokens of vocab.json that make another one",
+                                files::abbreviated(line));
+      }
+      list.push_back(std::string(line));
     }
     return list;
   }
@@ -384,10 +403,14 @@ class FolderTokenizer {
   // ---- SentencePiece ----------------------------------------------------------------------------
 
   /// tiktoken's vocabulary has the same name in some folders; it begins with base64, the other one
-  /// with the mark of the field `pieces`.
+  /// with the mark of a field.
   bool is_sentence_piece() {
     m_bytes = files::read_text_file(m_file);
-    return m_bytes.empty() || m_bytes[0] == '\n';
+    const auto is_base64 = [](char c) {
+      return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+             c == '+' || c == '/';
+    };
+    return m_bytes.empty() || !is_base64(m_bytes[0]);
   }
 
   void make_sentence_piece() {
@@ -399,12 +422,22 @@ class FolderTokenizer {
     }
     const bool has_class = !reads_by_settings(m_model_type);
     const bool is_gemma = m_class.empty() && m_model_type.substr(0, 5) == "gemma";
-    if (has_class && is_class({"LlamaTokenizer", "CodeLlamaTokenizer"})) {
+    if (has_class && is_class({"CodeLlamaTokenizer"})) {
+      files::throw_unexpected(m_config_name + ": tokenizer_class",
+                              "tokenizer.json in the folder, or LlamaTokenizer",
+                              files::in_quotes(m_class));
+    }
+    if (has_class && is_class({"LlamaTokenizer"})) {
       make_llama(file);
     } else if (has_class && (is_gemma || is_class({"GemmaTokenizer"}))) {
       make_gemma(file);
     } else {
       make_by_settings(file, is_bpe);
+    }
+    // A list of special tokens takes the place of those in the file.
+    if (m_config.contains("additional_special_tokens") ||
+        config("extra_special_tokens").value().is_array()) {
+      return;
     }
     const std::set<std::string> named = named_tokens();
     for (std::size_t id = 0; id < file.pieces.size(); ++id) {
@@ -426,7 +459,6 @@ class FolderTokenizer {
     m_made["pre_tokenizer"] = metaspace(!adds_space ? "never" : is_legacy ? "always" : "first");
     m_made["decoder"] = marked_spaces_decoder(adds_space);
     m_defaults = {{"bos_token", "<s>"}, {"eos_token", "</s>"}, {"unk_token", "<unk>"}};
-    if (m_class == "CodeLlamaTokenizer") m_adds_bos = true;
   }
 
   void make_gemma(const SentencePieceFile& file) {
@@ -507,18 +539,70 @@ class FolderTokenizer {
         .string();
   }
 
-  /// Adds a token unless it is there. Without an id, it is that of the vocabulary, or the next one.
+  /// Returns an id after those of the vocabulary and of added tokens.
+  std::int64_t next_id() const {
+    const json& vocab = m_made["model"]["vocab"];
+    auto id = static_cast<std::int64_t>(vocab.size());
+    if (!m_added.empty()) id = std::max(id, m_added.rbegin()->first + 1);
+    if (!vocab.is_object()) return id;
+    // As many ids as tokens are not enough if there are gaps between them.
+    std::int64_t last = -1;
+    bool is_taken = false;
+    for (const auto& entry : vocab.items()) {
+      const auto other = entry.value().get<std::int64_t>();
+      last = std::max(last, other);
+      is_taken = is_taken || other == id;
+    }
+    return is_taken ? last + 1 : id;
+  }
+
+  /// Adds a token, or gives one that is there other flags. Without an id, it is that of the
+  /// vocabulary, or the next one.
   void add(json token, std::optional<std::int64_t> id) {
     const auto content = token["content"].get<std::string>();
-    if (content.empty() || !m_added_texts.insert(content).second) return;
-    if (const auto in_vocabulary = id_in_vocabulary(content)) id = in_vocabulary;
-    const auto size = static_cast<std::int64_t>(m_made["model"]["vocab"].size());
-    if (!id) id = std::max(size, m_added.empty() ? 0 : m_added.rbegin()->first + 1);
+    if (content.empty()) return;
     if (m_plain_tokens) token["normalized"] = false;
-    m_added.emplace(*id, std::move(token));
+    const auto known = m_added_ids.find(content);
+    if (known != m_added_ids.end()) {
+      json& entry = m_added[known->second];
+      if (entry["special"] == true) token["special"] = true;
+      entry = std::move(token);
+      return;
+    }
+    if (const auto in_vocabulary = id_in_vocabulary(content)) id = in_vocabulary;
+    if (!id) id = next_id();
+    // Of two texts with one id, the first has it.
+    if (m_added.emplace(*id, std::move(token)).second) m_added_ids.emplace(content, *id);
   }
+  /// Adds a token without flags; one that is there keeps its own.
   void add(const std::string& content, bool special, std::optional<std::int64_t> id) {
-    add(added_token(content, special), id);
+    const auto known = m_added_ids.find(content);
+    if (known == m_added_ids.end()) {
+      add(added_token(content, special), id);
+    } else if (special) {
+      m_added[known->second]["special"] = true;
+    }
+  }
+
+  /// Adds a special token that a field gives as a text, or as an object with flags. Those of
+  /// added_tokens_decoder come before the object's.
+  void add_special(const JsonField& field) {
+    const bool is_object = field.value().is_object();
+    const std::string& content = is_object ? field.member("content").string() : field.string();
+    if (is_object && m_declared.count(content) == 0) {
+      add(flagged_token(field, true), std::nullopt);
+    } else {
+      add(content, true, std::nullopt);
+    }
+  }
+
+  static json flagged_token(const JsonField& field, bool special) {
+    json token = added_token(field.member("content").string(), special);
+    for (const char* flag : {"single_word", "lstrip", "rstrip"}) {
+      token[flag] = field.member(flag).boolean(false);
+    }
+    token["normalized"] = field.member("normalized").boolean(!special);
+    return token;
   }
 
   /// Adds the tokens of tokenizer_config.json.
@@ -530,33 +614,36 @@ class FolderTokenizer {
     for (const auto& [id, key] : keys) {
       const JsonField field(declared[key], m_config_name, "added_tokens_decoder." + key);
       const std::string& content = field.member("content").string();
-      const bool special = field.member("special").boolean(false) || named.count(content) != 0;
-      json token = added_token(content, special);
-      for (const char* flag : {"single_word", "lstrip", "rstrip"}) {
-        token[flag] = field.member(flag).boolean(false);
-      }
-      token["normalized"] = field.member("normalized").boolean(!special);
-      add(std::move(token), id);
+      const bool special = field.member("special").boolean(false) || named.count(content) != 0 ||
+                           id >= m_first_special;
+      m_declared.insert(content);
+      add(flagged_token(field, special), id);
     }
+    const bool is_ranked = m_first_special < most_tokens;  // then the list comes first
+    if (is_ranked) add_listed_tokens();
     for (const char* name : special_names) {
-      if (const auto text = special_text(name)) add(*text, true, std::nullopt);
+      if (m_config.contains(name) && !config(name).is_null()) {
+        add_special(config(name));
+      } else if (const auto text = special_text(name)) {
+        add(*text, true, std::nullopt);
+      }
     }
+    if (!is_ranked) add_listed_tokens();
+  }
+
+  void add_listed_tokens() {
     for (const char* name : {"additional_special_tokens", "extra_special_tokens"}) {
       const JsonField list = config(name);
       if (!list.value().is_array()) continue;
-      for (std::size_t i = 0; i < list.array_size(); ++i) {
-        const JsonField entry = list.element(i);
-        add(entry.value().is_object() ? entry.member("content").string() : entry.string(), true,
-            std::nullopt);
-      }
+      for (std::size_t i = 0; i < list.array_size(); ++i) add_special(list.element(i));
     }
   }
 
   void add_post_processor() {
-    const auto wanted = [&](const char* flag, const char* name, bool by_default) {
+    const auto wanted = [&](const char* flag, const char* name) {
       std::vector<TemplateToken> tokens;
       const auto text = special_text(name);
-      if (!config(flag).boolean(by_default) || !text) return tokens;
+      if (!config(flag).boolean(false) || !text) return tokens;
       const auto found = std::find_if(m_added.begin(), m_added.end(), [&](const auto& entry) {
         return entry.second["content"] == *text;
       });
@@ -565,8 +652,8 @@ class FolderTokenizer {
       }
       return tokens;
     };
-    m_made["post_processor"] = template_processing(wanted("add_bos_token", "bos_token", m_adds_bos),
-                                                   wanted("add_eos_token", "eos_token", false));
+    m_made["post_processor"] = template_processing(wanted("add_bos_token", "bos_token"),
+                                                   wanted("add_eos_token", "eos_token"));
   }
 
   fs::path m_file;
@@ -579,10 +666,11 @@ class FolderTokenizer {
   std::map<std::string, std::int64_t> m_places;   // of tokens in a list
   std::map<std::size_t, std::string> m_renamed;   // pieces
   std::map<std::int64_t, json> m_added;
-  std::set<std::string> m_added_texts;
-  bool m_isolates_pieces = false;  // pieces that users defined are splits, not tokens
-  bool m_plain_tokens = false;     // added tokens are sought in the text before it is normalized
-  bool m_adds_bos = false;         // if tokenizer_config.json does not say
+  std::map<std::string, std::int64_t> m_added_ids;
+  std::set<std::string> m_declared;            // texts of added_tokens_decoder
+  std::int64_t m_first_special = most_tokens;  // declared tokens from this id on are special
+  bool m_isolates_pieces = false;              // pieces that users defined are splits, not tokens
+  bool m_plain_tokens = false;  // added tokens are sought in the text before it is normalized
 };
 
 }  // namespace

@@ -25,19 +25,23 @@ std::optional<nlohmann::json> made_file(const fs::path& model, std::string_view 
 }
 
 /// Python writes infinite numbers, such as limits of a state space, as a name that JSON lacks.
-void quote_infinity(std::string& text) {
+std::string with_quoted_infinity(std::string_view text) {
   constexpr std::string_view name = "Infinity";
+  std::string result;
   bool is_quoted = false;
+  std::size_t copied = 0;
   for (std::size_t i = 0; i < text.size(); ++i) {
     if (is_quoted && text[i] == '\\') {
       ++i;
     } else if (text[i] == '"') {
       is_quoted = !is_quoted;
     } else if (!is_quoted && text.compare(i, name.size(), name) == 0) {
-      text.replace(i, name.size(), "\"Infinity\"");
-      i += name.size() + 1;
+      result.append(text.substr(copied, i - copied)).append("\"Infinity\"");
+      i += name.size() - 1;
+      copied = i + 1;
     }
   }
+  return result.append(text.substr(copied));
 }
 
 }  // namespace
@@ -73,7 +77,7 @@ std::optional<ModelFile> read_model_file(const fs::path& model, std::string_view
                      fmt::format("{} (tokenizer.json)", file->string())};
   }
   std::string text = files::read_text_file(model / name, max_bytes);
-  if (name == "config.json") quote_infinity(text);
+  if (name == "config.json") text = with_quoted_infinity(text);
   return ModelFile{files::parse_json(text, where), where};
 }
 

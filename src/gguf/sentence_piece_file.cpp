@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 
@@ -11,7 +12,7 @@
 namespace kvzap::gguf {
 namespace {
 
-constexpr std::size_t most_pieces = 1u << 20;
+constexpr std::size_t most_pieces = 1u << 19;
 
 /// One field of a message in the wire format of protocol buffers.
 struct Field {
@@ -92,6 +93,10 @@ SentencePieceFile::Piece read_piece(std::string_view bytes, const std::string& w
         bits = bits << 8 | static_cast<unsigned char>(field.bytes[i]);
       }
       std::memcpy(&piece.score, &bits, sizeof(bits));
+      if (!std::isfinite(piece.score)) {
+        files::throw_unexpected(fmt::format("{}: pieces[{}].score", where, place),
+                                "a finite number", fmt::format("{}", piece.score));
+      }
     }
     if (field.number == 3) piece.type = static_cast<std::int32_t>(field.value);
   }

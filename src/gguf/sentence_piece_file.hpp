@@ -34,8 +34,8 @@ struct SentencePieceFile {
   bool escapes_spaces = true;
 
   /// Reads the bytes of a file. Throws Error that begins with `where` if they are malformed, if a
-  /// piece is not UTF-8, or if there are no pieces or more than 2^20. `bytes` must outlive the
-  /// result.
+  /// piece is not UTF-8 or its score not finite, or if there are no pieces or more than 2^19.
+  /// `bytes` must outlive the result.
   static SentencePieceFile parse(std::string_view bytes, const std::string& where);
 };
 

@@ -21,24 +21,6 @@ json replace_pattern(std::string_view pattern, std::string_view content) {
           {"content", std::string(content)}};
 }
 
-/// Returns a pattern of Oniguruma that matches one of the texts, a longer one first.
-std::string any_of(std::vector<std::string> texts) {
-  std::stable_sort(texts.begin(), texts.end(), [](const std::string& a, const std::string& b) {
-    return characters_of(a) > characters_of(b);
-  });
-  std::string pattern;
-  for (const std::string& text : texts) {
-    if (!pattern.empty()) pattern += '|';
-    for (const char c : text) {
-      if (std::string_view("()[]{}?*+-|^$\\.&~# \t\n\r\v\f").find(c) != std::string_view::npos) {
-        pattern += '\\';
-      }
-      pattern += c;
-    }
-  }
-  return pattern;
-}
-
 /// Returns a BPE model whose merges follow the scores of the tokens that they make. Only normal
 /// pieces merge.
 json model_of_scores(const SentencePieceFile& file, const std::vector<std::string>& texts,
@@ -133,7 +115,7 @@ void add_by_settings(const SentencePieceFile& file, const std::vector<std::strin
 
   json splits = json::array();
   if (file.adds_space) splits.push_back(metaspace(is_legacy ? "always" : "first"));
-  if (!isolated.empty()) splits.push_back(split_at(any_of(std::move(isolated))));
+  if (!isolated.empty()) splits.push_back(split_at_texts(isolated));
   tokenizer["pre_tokenizer"] =
       splits.empty() ? json() : sequence_of_pre_tokenizers(std::move(splits));
 

@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::size_t most_merges = 1u << 22;
 // Vocabularies of SentencePiece and tiktoken have two or three merges a token.
-constexpr std::size_t most_merges_per_token = 8;
+constexpr std::size_t most_merges_per_token = 4;
+constexpr std::size_t allowed_bytes = 1u << 24;   // of the merges of any vocabulary
 constexpr std::size_t allowed_merges = 1u << 16;  // of any vocabulary
 // SentencePiece's default is 16 characters. tiktoken's vocabularies have runs of 128 spaces.
 constexpr std::size_t most_merged_bytes = 512;
@@ -40,11 +41,23 @@ json byte_level(bool use_regex, bool add_prefix_space) {
           {"use_regex", use_regex}};
 }
 
-json split_at(std::string_view pattern) {
+namespace {
+
+json split_at_matches(json pattern) {
   return {{"type", "Split"},
-          {"pattern", {{"Regex", std::string(pattern)}}},
+          {"pattern", std::move(pattern)},
           {"behavior", "Isolated"},
           {"invert", false}};
+}
+
+}  // namespace
+
+json split_at(std::string_view pattern) {
+  return split_at_matches({{"Regex", std::string(pattern)}});
+}
+
+json split_at_texts(const std::vector<std::string>& texts) {
+  return split_at_matches({{"Texts", texts}});
 }
 
 json sequence_of_pre_tokenizers(json members) {
@@ -93,6 +106,9 @@ std::vector<TokenMerge> all_merges(const std::vector<std::string_view>& texts,
   }
   const std::size_t most =
       std::min<std::size_t>(most_merges, allowed_merges + most_merges_per_token * texts.size());
+  std::size_t bytes = 0;
+  for (const std::string_view text : texts) bytes += most_merges_per_token * text.size();
+  bytes += allowed_bytes;
   std::vector<TokenMerge> merges;
   for (std::size_t place = 0; place < texts.size(); ++place) {
     const std::string_view text = texts[place];
@@ -102,7 +118,8 @@ std::vector<TokenMerge> all_merges(const std::vector<std::string_view>& texts,
       const auto left = places.find(text.substr(0, i));
       const auto right = left == places.end() ? places.end() : places.find(text.substr(i));
       if (right == places.end()) continue;
-      if (merges.size() >= most) too_many(most);
+      if (merges.size() >= most || bytes < text.size()) too_many(merges.size());
+      bytes -= text.size();
       merges.push_back({place, left->second, right->second});
     }
     std::sort(merges.begin() + first, merges.end(), [](const TokenMerge& a, const TokenMerge& b) {
@@ -123,7 +140,12 @@ json pairs_of(const std::vector<TokenMerge>& merges, const std::vector<std::stri
   auto& pairs = list.get_ref<json::array_t&>();
   pairs.reserve(merges.size());
   for (const TokenMerge& merge : merges) {
-    pairs.push_back(json::array({std::string(texts[merge.left]), std::string(texts[merge.right])}));
+    const std::string_view left = texts[merge.left], right = texts[merge.right];
+    if (left.find(' ') != left.npos || right.find(' ') != right.npos) {
+      pairs.push_back(json::array({std::string(left), std::string(right)}));
+    } else {
+      pairs.emplace_back(std::string(left).append(" ").append(right));  // takes half the memory
+    }
   }
   return list;
 }

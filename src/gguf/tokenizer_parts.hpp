@@ -20,6 +20,9 @@ nlohmann::json bpe_model(nlohmann::json vocab, nlohmann::json merges);
 nlohmann::json byte_level(bool use_regex, bool add_prefix_space = false);
 /// The pre-tokenizer that splits at matches of a pattern in Oniguruma's syntax, and keeps them.
 nlohmann::json split_at(std::string_view pattern);
+/// The pre-tokenizer that splits at the longest of some texts, and keeps them. kvzap alone reads
+/// it: tokenizers has a pattern of alternatives, which grows with the vocabulary.
+nlohmann::json split_at_texts(const std::vector<std::string>& texts);
 nlohmann::json sequence_of_pre_tokenizers(nlohmann::json members);
 
 /// A part that replaces a text (not a pattern).
@@ -44,15 +47,16 @@ struct TokenMerge {
 };
 /// Returns every split of a token into two tokens, in the order of tokens, and for each by the
 /// places of its parts. Empty texts and tokens of more than 512 bytes take no part. Calls
-/// `too_many(n)`, which throws, if there are more than n splits: tokens of a hostile vocabulary
-/// could have thousands each, those of published ones have two or three.
+/// `too_many(n)`, which throws, if there are more than n splits, or if those have several times the
+/// bytes of the vocabulary: tokens of a hostile vocabulary could have thousands each, those of
+/// published ones have two or three.
 std::vector<TokenMerge> all_merges(const std::vector<std::string_view>& texts,
                                    const std::function<void(std::size_t)>& too_many);
 
 /// Returns the number of characters of a text in UTF-8.
 std::size_t characters_of(std::string_view text);
 
-/// Returns merges as a list of pairs of texts.
+/// Returns merges as a list of texts "left right", or of pairs of texts that have spaces.
 nlohmann::json pairs_of(const std::vector<TokenMerge>& merges,
                         const std::vector<std::string_view>& texts);
 

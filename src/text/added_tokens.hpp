@@ -68,11 +68,11 @@ class AddedTokenMatcher {
     if (covered < text.size()) on_text(text.substr(covered));
   }
 
- private:
-  // Returns the longest token that starts at `position`, and its length; 0 if there is none.
+  /// Returns the longest token that starts at `position`, and its length; 0 if there is none.
   std::pair<const AddedToken*, std::size_t> longest(std::string_view text,
                                                     std::size_t position) const;
 
+ private:
   // A sorted table takes little more memory than its texts, however long they are.
   std::map<std::string, AddedToken, std::less<>> m_tokens;
   std::size_t m_longest = 0;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "files/byte_alphabet.hpp"
+#include "text/added_tokens.hpp"
 #include "text/json_parts.hpp"
 #include "text/pattern.hpp"
 #include "text/splitter.hpp"
@@ -139,6 +140,43 @@ class FixedLength : public PreTokenizer {
   std::size_t m_length;
 };
 
+/// Matches texts: the leftmost first, and of several at one place the longest.
+class TextsMatcher : public Matcher {
+ public:
+  explicit TextsMatcher(const JsonField& texts) {
+    for (std::size_t i = 0; i < texts.array_size(); ++i) {
+      const std::string& text = texts.element(i).string();
+      if (!text.empty()) m_texts.insert(text, {});
+    }
+  }
+
+  void find(std::string_view text, std::vector<Match>& pieces) const override {
+    pieces.clear();
+    std::size_t covered = 0;
+    for (std::size_t position = 0; position < text.size();) {
+      const std::size_t length = m_texts.longest(text, position).second;
+      if (length == 0) {
+        ++position;
+        continue;
+      }
+      if (covered < position) pieces.push_back({covered, position, false});
+      covered = position + length;
+      pieces.push_back({position, covered, true});
+      position = covered;
+    }
+    if (covered < text.size()) pieces.push_back({covered, text.size(), false});
+  }
+
+ private:
+  AddedTokenMatcher m_texts;
+};
+
+std::unique_ptr<Matcher> read_pattern(const JsonField& field) {
+  const JsonField texts = field.member("Texts");
+  if (!texts.is_null()) return std::make_unique<TextsMatcher>(texts);
+  return std::make_unique<Pattern>(regex_or_string(field));
+}
+
 std::unique_ptr<PreTokenizer> character_split(CharacterMatcher::Kind kind, SplitBehavior behavior) {
   return std::make_unique<Split>(
       Splitter(std::make_unique<CharacterMatcher>(kind), behavior, false));
@@ -147,9 +185,9 @@ std::unique_ptr<PreTokenizer> character_split(CharacterMatcher::Kind kind, Split
 // The kinds without parameters and Split, which has them all.
 std::unique_ptr<PreTokenizer> read_split(const JsonField& field, const std::string& name) {
   if (name == "Split") {
-    return std::make_unique<Split>(
-        Splitter(std::make_unique<Pattern>(regex_or_string(field.member("pattern"))),
-                 split_behavior(field.member("behavior")), field.member("invert").boolean(false)));
+    return std::make_unique<Split>(Splitter(read_pattern(field.member("pattern")),
+                                            split_behavior(field.member("behavior")),
+                                            field.member("invert").boolean(false)));
   }
   if (name == "Digits") {
     return character_split(is_numeric, field.member("individual_digits").boolean(false)

@@ -118,8 +118,7 @@ TEST(GgufFile, SentencePieceTokenizer) {
   draft.remove("tokenizer.ggml.merges");
   json tokenizer = made(draft, "tokenizer.json");
   EXPECT_EQ(tokenizer["model"]["merges"],
-            json::array({json::array({"\u2581", "a"}), json::array({"a", "b"}),
-                         json::array({"\u2581a", "b"}), json::array({"\u2581", "ab"})}));
+            json::array({"\u2581 a", "a b", "\u2581a b", "\u2581 ab"}));
   EXPECT_TRUE(tokenizer["model"]["byte_fallback"].get<bool>());
   EXPECT_EQ(tokenizer["model"]["unk_token"], "<unk>");
   EXPECT_EQ(tokenizer["post_processor"]["special_tokens"]["<s>"]["ids"], json::array({1}));

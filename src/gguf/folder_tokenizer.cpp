@@ -37,6 +37,8 @@ namespace {
 constexpr std::int64_t most_tokens = 1 << 21;
 // Most tokens of a vocabulary with ranks. Published ones have 200,000.
 constexpr std::size_t most_ranks = 1u << 19;
+// Most pieces that are added tokens. Published vocabularies have 6,500.
+constexpr std::size_t most_added_pieces = 1u << 16;
 // Most tokens without a text. Published vocabularies have a thousand.
 constexpr std::int64_t most_gap = 1 << 16;
 
@@ -49,14 +51,9 @@ json read_object(const fs::path& file) {
   return fs::exists(file, ignored) ? files::read_json_object(file) : json::object();
 }
 
-/// An entry of added_tokens.
+/// An entry of added_tokens. Flags that are not there are false.
 json added_token(std::string_view content, bool special) {
-  return {{"content", std::string(content)},
-          {"single_word", false},
-          {"lstrip", false},
-          {"rstrip", false},
-          {"normalized", false},
-          {"special", special}};
+  return {{"content", std::string(content)}, {"normalized", false}, {"special", special}};
 }
 
 /// Returns the tokens of tiktoken's vocabulary by rank, in the byte alphabet.
@@ -443,6 +440,10 @@ class FolderTokenizer {
     for (std::size_t id = 0; id < file.pieces.size(); ++id) {
       const auto& piece = file.pieces[id];
       if (piece.type != control && (piece.type != user_defined || m_isolates_pieces)) continue;
+      if (m_added.size() == most_added_pieces) {
+        files::throw_unexpected(
+            m_file.string(), fmt::format("at most {} special tokens", most_added_pieces), "more");
+      }
       const auto renamed = m_renamed.find(id);
       const std::string text =
           renamed == m_renamed.end() ? std::string(piece.text) : renamed->second;
@@ -599,7 +600,7 @@ class FolderTokenizer {
   static json flagged_token(const JsonField& field, bool special) {
     json token = added_token(field.member("content").string(), special);
     for (const char* flag : {"single_word", "lstrip", "rstrip"}) {
-      token[flag] = field.member(flag).boolean(false);
+      if (field.member(flag).boolean(false)) token[flag] = true;
     }
     token["normalized"] = field.member("normalized").boolean(!special);
     return token;

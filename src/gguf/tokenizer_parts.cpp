@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t most_merges = 1u << 22;
 // Vocabularies of SentencePiece and tiktoken have two or three merges a token.
-constexpr std::size_t most_merges_per_token = 4;
+constexpr std::size_t most_merges_per_token = 3;
 constexpr std::size_t allowed_bytes = 1u << 24;   // of the merges of any vocabulary
 constexpr std::size_t allowed_merges = 1u << 16;  // of any vocabulary
 // SentencePiece's default is 16 characters. tiktoken's vocabularies have runs of 128 spaces.
@@ -107,7 +107,7 @@ std::vector<TokenMerge> all_merges(const std::vector<std::string_view>& texts,
   const std::size_t most =
       std::min<std::size_t>(most_merges, allowed_merges + most_merges_per_token * texts.size());
   std::size_t bytes = 0;
-  for (const std::string_view text : texts) bytes += most_merges_per_token * text.size();
+  for (const std::string_view text : texts) bytes += 4 * text.size();
   bytes += allowed_bytes;
   std::vector<TokenMerge> merges;
   for (std::size_t place = 0; place < texts.size(); ++place) {

@@ -230,6 +230,9 @@ TEST(FolderTokenizer, HostileVocabularies) {
   for (int i = 0; i <= 1 << 19; ++i) many += "\x0A\x00"s;
   expect_error([&] { of_model(many, config); }, {"tokenizer.model", "at most 524288 pieces"});
   many.clear();
+  for (int i = 0; i <= 1 << 16; ++i) many += piece("<" + std::to_string(i), 3);
+  expect_error([&] { of_model(many, config); }, {"tokenizer.model", "at most 65536 special"});
+  many.clear();
   for (int i = 0; i <= 1 << 19; ++i) many += "YQ== " + std::to_string(i) + "\n";
   expect_error([&] { of_model(many, config); }, {"tokenizer.model", "at most 524288 tokens"});
   for (const std::string& score : {"\0\0\xC0\x7F"s, "\0\0\x80\xFF"s}) {

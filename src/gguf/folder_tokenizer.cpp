@@ -436,19 +436,16 @@ class FolderTokenizer {
         config("extra_special_tokens").value().is_array()) {
       return;
     }
-    const std::set<std::string> named = named_tokens();
     for (std::size_t id = 0; id < file.pieces.size(); ++id) {
       const auto& piece = file.pieces[id];
       if (piece.type != control && (piece.type != user_defined || m_isolates_pieces)) continue;
-      if (m_added.size() == most_added_pieces) {
+      if (m_pieces.size() == most_added_pieces) {
         files::throw_unexpected(
             m_file.string(), fmt::format("at most {} special tokens", most_added_pieces), "more");
       }
       const auto renamed = m_renamed.find(id);
-      const std::string text =
-          renamed == m_renamed.end() ? std::string(piece.text) : renamed->second;
-      const bool is_special = piece.type == control || named.count(text) != 0;
-      add(text, is_special, static_cast<std::int64_t>(id));
+      m_pieces.emplace(renamed == m_renamed.end() ? std::string(piece.text) : renamed->second,
+                       piece.type == control);
     }
   }
 
@@ -630,6 +627,9 @@ class FolderTokenizer {
       }
     }
     if (!is_ranked) add_listed_tokens();
+    for (const auto& [text, special] : m_pieces) {
+      if (m_added_ids.count(text) == 0) add(text, special || named.count(text) != 0, std::nullopt);
+    }
   }
 
   void add_listed_tokens() {
@@ -668,6 +668,7 @@ class FolderTokenizer {
   std::map<std::size_t, std::string> m_renamed;   // pieces
   std::map<std::int64_t, json> m_added;
   std::map<std::string, std::int64_t> m_added_ids;
+  std::map<std::string, bool> m_pieces;        // control (true) and user_defined ones
   std::set<std::string> m_declared;            // texts of added_tokens_decoder
   std::int64_t m_first_special = most_tokens;  // declared tokens from this id on are special
   bool m_isolates_pieces = false;              // pieces that users defined are splits, not tokens

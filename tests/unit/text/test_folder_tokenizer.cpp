@@ -146,6 +146,9 @@ TEST(FolderTokenizer, FlagsOfDeclaredPieces) {
             (Ids{4, 5, 4, 2, 6}));
   EXPECT_EQ(ids(R"("eos_token": )" + declared("</s>", R"("lstrip": true, "normalized": false)")),
             (Ids{4, 5, 2, 4, 6}));
+  const Tokenizer plain = of_model(model, R"({"tokenizer_class": "LlamaTokenizer",
+      "added_tokens_decoder": {"3": {"content": "<ctl>", "special": false}}})");
+  EXPECT_EQ(plain.decode({5, 3, 2}), "a<ctl>");
   // Those of added_tokens_decoder come before.
   EXPECT_EQ(ids(R"("added_tokens_decoder": {"2": )" + declared("</s>", R"("rstrip": true)") +
                 R"(}, "eos_token": )" + declared("</s>", R"("lstrip": true)")),

@@ -174,18 +174,14 @@ class TokenizerWriter {
     return ids;
   }
 
-  /// Adds whether the token is put beside a text. Returns it; that of the template if there is no
-  /// other.
-  std::optional<std::uint32_t> add_flag(const std::string& name, const Ids& ids,
-                                        std::optional<std::uint32_t> token) {
-    if (!token && ids.size() == 1) token = ids[0];
-    if (!ids.empty() && ids != Ids{token.value_or(0)}) {
+  /// Adds whether a token is put beside a text. `ids`: those that the folder puts there.
+  void add_flag(std::string_view name, const Ids& ids, std::optional<std::uint32_t> token) {
+    if (!ids.empty() && (!token || ids != Ids{*token})) {
       fail("post_processor",
            fmt::format("the {}_token alone on its side of a text, as in GGUF", name),
            fmt::format("the ids {}", fmt::join(ids, ", ")));
     }
     m_writer.add_flag(fmt::format("tokenizer.ggml.add_{}_token", name), !ids.empty());
-    return token;
   }
 
   /// Returns the id of the token for unknown characters, if the model has one.
@@ -454,17 +450,19 @@ void add_tokenizer(const fs::path& folder, std::int64_t vocab_size, GgufWriter& 
   constexpr std::pair<std::string_view, std::string_view> names[] = {
       {"bos", "bos"}, {"eos", "eos"}, {unknown_name, "unknown"}, {"pad", "padding"}};
   const TemplateIds around = tokens.template_ids();
+  const std::map<std::string_view, Ids> sides = {{"bos", around.before}, {"eos", around.after}};
   for (const auto& [name, own_name] : names) {
     auto id = name == unknown_name ? tokens.unknown_id() : std::nullopt;
     if (!id) id = tokens.id_of(member_of(settings, fmt::format("{}_token", name).c_str()));
+    const auto side = sides.find(name);
+    if (!id && side != sides.end() && side->second.size() == 1) id = side->second[0];
     for (const auto* file : {&generation, &model}) {
       if (id || !*file) continue;
       json field = member_of((*file)->content, fmt::format("{}_token_id", name).c_str());
       if (field.is_array() && !field.empty()) field = json(field.front());
       if (field.is_number_unsigned() && field < vocab_size) id = field.get<std::uint32_t>();
     }
-    if (name == "bos") id = tokens.add_flag("bos", around.before, id);
-    if (name == "eos") id = tokens.add_flag("eos", around.after, id);
+    if (side != sides.end()) tokens.add_flag(name, side->second, id);
     if (id) writer.add_u32(fmt::format("tokenizer.ggml.{}_token_id", own_name), *id);
   }
   constexpr std::uintmax_t most_template_bytes = 1u << 20;

@@ -275,6 +275,29 @@ class Gguf(TestCase):
                     self.assertEqual(report["context"]["ids"], ids[0]["context"]["ids"])
                     self.assertEqual(report["answers"][0]["ids"], ids[0]["answers"][0]["ids"])
 
+    def tokenizer_folder(self, name):
+        """The model with a vocabulary of another kind in place of tokenizer.json."""
+        folder = self.copy(MODEL, f"tokenizer-{name}")
+        (folder / "tokenizer.json").unlink()
+        for file in (SOURCE / "tests/golden/tokenizer/folders" / name).iterdir():
+            if file.name != "config.json":
+                shutil.copy(file, folder)
+        return folder
+
+    def test_convert_tokenizers(self):
+        """A vocabulary gives the same ids as a GGUF file, or is refused."""
+        for name, kind in (("gemma", b"gemma4"), ("tekken", b"tekken"), ("qwen2", b"qwen2")):
+            with self.subTest(name=name):
+                folder, file = self.tokenizer_folder(name), self.folder / f"{name}.gguf"
+                done = self.convert(folder, file)
+                self.assertEqual(done.code, 0, done)
+                self.assertIn(kind, file.read_bytes())
+                flags = ("--raw", "-p", "Hello,  world\n <tool>2 caf\u00e9 ", "-n", 1, "--ignore-eos", "--json-token-ids")
+                ids = [self.report("-m", model, *flags)["context"]["ids"] for model in (folder, file)]
+                self.assertEqual(ids[0], ids[1])
+        for name, part in (("llama", "pre_tokenizer"), ("settings-unigram", "model: expected a BPE")):
+            self.fail_with(self.convert(self.tokenizer_folder(name), self.folder / f"{name}.gguf"), part)
+
     def test_convert_refusals(self):
         file = self.folder / "new.gguf"
         file.write_text("mine")

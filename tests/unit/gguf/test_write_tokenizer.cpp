@@ -86,8 +86,10 @@ Json around(std::initializer_list<const char*> before, std::initializer_list<con
 struct Written {
   TemporaryFolder folder;
 
-  explicit Written(const Json& root, const char* config = R"({"bos_token": "<s>"})") {
+  explicit Written(const Json& root, const char* config = R"({"bos_token": "<s>"})",
+                   const char* generation = "{}") {
     folder.write("tokenizer.json", root.dump());
+    folder.write("generation_config.json", generation);
     folder.write("tokenizer_config.json", config);
     gguf::GgufWriter writer;
     writer.add_string("general.architecture", "llama");
@@ -196,6 +198,9 @@ TEST(WriteTokenizer, TokensAroundATextAreThoseOfTheFormat) {
     root["post_processor"] = around({"<s>"}, {}, vocabulary);
     expect_same(root, model, texts);
     expect_same(root, model, texts, "{}");
+    // Without a name, the tokenizer's own token comes before the model's.
+    Written named(root, "{}", R"({"bos_token_id": 2})");
+    EXPECT_EQ(Tokenizer::load(named.folder.path() / "x.gguf").encode("", true).front(), 1);
     root["post_processor"] = around({"<s>"}, {"</s>"}, vocabulary);
     expect_same(root, model, texts, R"({"bos_token": "<s>", "eos_token": "</s>"})");
     root["post_processor"] = around({}, {"</s>"}, vocabulary);

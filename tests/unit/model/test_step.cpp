@@ -179,7 +179,7 @@ TEST(Step, WrongFieldsOfPublishedFiles) {
           {"layer_types", "array of 5"});
   refused(R"("num_nextn_predict_layers":2)", R"("num_nextn_predict_layers":-2)", {"layer_types"});
   refused(R"(,"num_attention_groups":4,)", R"(,"num_attention_groups":3,)",
-          {"num_key_value_heads", "found 3"});
+          {"num_attention_groups", "found 3"});
   refused(R"("num_attention_heads":12)", R"("num_attention_heads":10)",
           {"num_sliding_attention_heads", "multiples of num_key_value_heads (4)", "found 10"});
   refused(R"("num_attention_heads":12)", R"("num_attention_heads":0)",

@@ -132,8 +132,8 @@ Exchange exchange_of(const engine::SharedHeads& places, int layer, int ranks,
   std::vector<std::int64_t> floats(heads, 0), counts(heads, 0);
   for (int r = 0; r < ranks; ++r) {
     for (const auto& piece : places.pieces(layer, r)) {
-      targets[piece.head].emplace_back(r, places.record(piece));
-      floats[piece.head] += places.record(piece);
+      targets[piece.head].emplace_back(r, piece.record());
+      floats[piece.head] += piece.record();
     }
     for (int h = 0; h < heads; ++h) counts[h] += members[h][r];
   }
@@ -155,7 +155,7 @@ Exchange exchange_of(const engine::SharedHeads& places, int layer, int ranks,
     }
     std::vector<char> sources;
     for (const auto& piece : places.pieces(layer, r)) {
-      received += (counts[piece.head] - members[piece.head][r]) * places.record(piece);
+      received += (counts[piece.head] - members[piece.head][r]) * piece.record();
       if (sources.empty()) {
         sources = members[piece.head];
       } else {
@@ -212,7 +212,9 @@ json replay_layer(const Input& input, const HeadPartition& partition,
 
 json replay(const Input& input, int ranks) {
   const HeadPartition partition = partition_of(input, ranks);
-  const engine::SharedHeads places(partition, input.group, input.head_dim);
+  const engine::SharedHeads::Sizes sizes{input.group, input.head_dim, input.head_dim};
+  const engine::SharedHeads places(partition, std::vector<engine::SharedHeads::Sizes>(
+                                                  static_cast<std::size_t>(input.layers()), sizes));
   json layers = json::array();
   for (int l = 0; l < input.layers(); ++l) {
     layers.push_back(replay_layer(input, partition, places, l));

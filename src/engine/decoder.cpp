@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <kvzap/engine/pruning.hpp>
 
 #include "base/stopwatch.hpp"
 #include "model/cache_layers.hpp"

@@ -59,9 +59,9 @@ void Decoder::pass_shared_layer(int layer, const RowRange& rows) {
   const Matrix attended = blocks.tokens->run(m_step, layer, rows, x);
   const Matrix y(m_parallel.data(), m, hidden);
   const Matrix z = m_step.matrix(engine::Step::normed, m, hidden);
-  const auto norm = [&](const Model::Weights::Norm& norm) {
+  const auto norm = [&](const Model::Weights::Norm& own) {
     m_step.rounded = m_step.linear.room_for_rounded(m_model.dtype(), m, hidden);
-    engine::add_and_norm(m_step.exec, y, Matrix(), norm_of(config, norm), z, m_step.rounded);
+    engine::add_and_norm(m_step.exec, y, Matrix(), norm_of(config, own), z, m_step.rounded);
   };
   m_step.locally([&] { m_step.linear(m_step.exec, attended, weights.o, weights.o_bias, y); });
   m_step.exchange.sum(m_step.exec, m_comm, y);

@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gguf/block_formats.hpp"
@@ -29,6 +30,10 @@ class GgufWriter {
 
   /// Adds a value of another file as it is.
   void add_copy(std::string_view key, const MetadataValue& value);
+
+  /// Says what readers of the file will do in another way than those of its source.
+  void add_warning(std::string text) { m_warnings.push_back(std::move(text)); }
+  const std::vector<std::string>& warnings() const { return m_warnings; }
 
   /// Adds a tensor. `shape`: extents, slowest first; each row holds whole blocks of `format`.
   /// Throws Error for other shapes.
@@ -57,6 +62,7 @@ class GgufWriter {
   std::string m_infos;     // likewise
   std::vector<Tensor> m_tensors;
   std::uint64_t m_data_bytes = 0;
+  std::vector<std::string> m_warnings;
 };
 
 }  // namespace kvzap::gguf

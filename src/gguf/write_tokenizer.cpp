@@ -176,12 +176,13 @@ class TokenizerWriter {
 
   /// Adds whether a token is put beside a text. `ids`: those that the folder puts there.
   void add_flag(std::string_view name, const Ids& ids, std::optional<std::uint32_t> token) {
-    if (!ids.empty() && (!token || ids != Ids{*token})) {
-      fail("post_processor",
-           fmt::format("the {}_token alone on its side of a text, as in GGUF", name),
-           fmt::format("the ids {}", fmt::join(ids, ", ")));
+    const bool has_form = ids.empty() || (token && ids == Ids{*token});
+    if (!has_form) {
+      warn("post_processor", fmt::format("GGUF has the {0}_token alone on its side of a text, not "
+                                         "the ids {1}: the file adds none",
+                                         name, fmt::join(ids, ", ")));
     }
-    m_writer.add_flag(fmt::format("tokenizer.ggml.add_{}_token", name), !ids.empty());
+    m_writer.add_flag(fmt::format("tokenizer.ggml.add_{}_token", name), has_form && !ids.empty());
   }
 
   /// Returns the id of the token for unknown characters, if the model has one.
@@ -197,6 +198,10 @@ class TokenizerWriter {
   }
 
  private:
+  void warn(const std::string& field, const std::string& what) {
+    m_writer.add_warning(fmt::format("{}: {}: {}", m_file.where, field, what));
+  }
+
   [[noreturn]] void fail(const std::string& field, const std::string& expected,
                          const std::string& found) const {
     files::throw_unexpected(m_file.where + ": " + field, expected, found);
@@ -207,18 +212,25 @@ class TokenizerWriter {
     const json replace = replace_text(" ", space_mark);
     const json marks_begin = json::array({{{"type", "Prepend"}, {"prepend", space_mark}}, replace});
     const json& splits = m_parts.pre_tokenizers;
-    const bool adds_space = m_parts.normalizers == marks_begin;
-    bool has_form = splits.empty();
+    json mark = {{"type", "Metaspace"},
+                 {"replacement", space_mark},
+                 {"prepend_scheme", "first"},
+                 {"split", false}};
+    const bool marks_first = m_parts.normalizers.empty() && splits == json::array({mark});
+    if (marks_first) {
+      warn("pre_tokenizer",
+           "GGUF puts a space before each text that follows a special token, not "
+           "before the first alone");
+    }
+    const bool adds_space = marks_first || m_parts.normalizers == marks_begin;
+    bool has_form = splits.empty() || marks_first;
     if (!adds_space) {
       // After the normalizer there are no spaces to split at.
       const json split = {{"type", "Split"},
                           {"pattern", {{"String", " "}}},
                           {"behavior", "MergedWithPrevious"},
                           {"invert", false}};
-      const json mark = {{"type", "Metaspace"},
-                         {"replacement", space_mark},
-                         {"prepend_scheme", "never"},
-                         {"split", false}};
+      mark["prepend_scheme"] = "never";
       if (m_parts.normalizers == json::array({replace})) {
         has_form = has_form || splits == json::array({split});
       } else if (m_parts.normalizers.empty()) {
@@ -336,7 +348,7 @@ class TokenizerWriter {
                              : user_defined);
       for (const char* flag : {"single_word", "lstrip", "rstrip"}) {
         if (member_of(token, flag) == true) {
-          fail(where + "." + flag, "false, as GGUF lacks the setting", "true");
+          m_flagged.insert(flag);
         }
       }
       const bool is_normalized = token.value("normalized", json(!is_special)) == true;
@@ -345,6 +357,12 @@ class TokenizerWriter {
     }
     if (begins_within(raw, normalized) || begins_within(normalized, raw)) {
       fail_normalized("added_tokens");
+    }
+    if (!m_flagged.empty()) {
+      warn("added_tokens",
+           fmt::format("GGUF lacks {}, which some tokens have: white space or words "
+                       "around these may become other ids",
+                       fmt::join(m_flagged, " and ")));
     }
   }
 
@@ -433,6 +451,7 @@ class TokenizerWriter {
   std::vector<std::string> m_tokens;
   std::vector<std::int32_t> m_types;
   std::map<std::string, std::uint32_t> m_ids;
+  std::set<std::string> m_flagged;  // flags of added tokens
 };
 
 }  // namespace

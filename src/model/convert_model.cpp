@@ -85,8 +85,9 @@ ModelCheck check_to_run(const fs::path& model) {
   return found;
 }
 
-void write_gguf(const fs::path& folder, const fs::path& file, const ConvertProgress& progress) {
-  quantise_model(folder, file, *gguf::find_type_mixture("BF16"), progress);
+std::vector<std::string> write_gguf(const fs::path& folder, const fs::path& file,
+                                    const ConvertProgress& progress) {
+  return quantise_model(folder, file, *gguf::find_type_mixture("BF16"), progress).warnings;
 }
 
 void write_folder(const fs::path& file, const fs::path& folder, const ConvertProgress& progress) {

@@ -28,8 +28,9 @@ ModelCheck check_to_run(const std::filesystem::path& model);
 /// and writes tensor by tensor. Throws Error if the folder cannot be read, for RoPE scaling and
 /// tokenizers that the format cannot hold, and if the file exists or cannot be written. For one
 /// process only.
-void write_gguf(const std::filesystem::path& folder, const std::filesystem::path& file,
-                const ConvertProgress& progress = {});
+std::vector<std::string> write_gguf(const std::filesystem::path& folder,
+                                    const std::filesystem::path& file,
+                                    const ConvertProgress& progress = {});
 
 /// Writes the model of a GGUF file to the new folder `folder`: config.json,
 /// generation_config.json, tokenizer.json, tokenizer_config.json and model.safetensors, all

@@ -150,6 +150,7 @@ QuantiseReport quantise_model(const fs::path& model, const fs::path& file,
   if (is_quantised) writer.add_u32("general.quantization_version", quantization_version);
   QuantiseReport report;
   report.bytes_before = source.file_bytes;
+  report.warnings = writer.warnings();
   std::vector<const gguf::BlockFormat*> formats;
   std::int64_t total = 0;
   for (const SourceTensor& tensor : source.tensors) {

@@ -30,6 +30,7 @@ struct QuantiseReport {
   std::uintmax_t bytes_before = 0;
   std::uintmax_t bytes_after = 0;
   std::vector<WrittenTensor> tensors;
+  std::vector<std::string> warnings;  // what the format cannot hold exactly
 };
 
 /// Called with the values written so far, and those of the whole model.

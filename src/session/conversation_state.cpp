@@ -115,10 +115,10 @@ ConversationState read_state(const json& value, const SnapshotHeader& header) {
     found.at("evict_ratio").get_to(state.looked_up->evict_ratio);
     found.at("file").get_to(state.looked_up->file);
     // Stored as text, because it may be infinite.
-    const auto value = found.at("value").get<std::string>();
-    if (files::read_real(value, state.looked_up->threshold) != files::DecimalFault::none) {
+    const auto text = found.at("value").get<std::string>();
+    if (files::read_real(text, state.looked_up->threshold) != files::DecimalFault::none) {
       throw Error(
-          fmt::format("threshold.value: expected a number, found {}", files::in_quotes(value)));
+          fmt::format("threshold.value: expected a number, found {}", files::in_quotes(text)));
     }
   }
   return state;

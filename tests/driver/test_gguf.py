@@ -295,8 +295,11 @@ class Gguf(TestCase):
                 flags = ("--raw", "-p", "Hello,  world\n <tool>2 caf\u00e9 ", "-n", 1, "--ignore-eos", "--json-token-ids")
                 ids = [self.report("-m", model, *flags)["context"]["ids"] for model in (folder, file)]
                 self.assertEqual(ids[0], ids[1])
-        for name, part in (("llama", "pre_tokenizer"), ("settings-unigram", "model: expected a BPE")):
-            self.fail_with(self.convert(self.tokenizer_folder(name), self.folder / f"{name}.gguf"), part)
+        done = self.convert(self.tokenizer_folder("llama"), self.folder / "llama.gguf")
+        self.assertEqual(done.code, 0, done)
+        self.assertIn("pre_tokenizer: GGUF puts a space before each text that follows a special token", done.err.decode())
+        name = "settings-unigram"
+        self.fail_with(self.convert(self.tokenizer_folder(name), self.folder / f"{name}.gguf"), "model: expected a BPE")
 
     def test_convert_refusals(self):
         file = self.folder / "new.gguf"

@@ -40,12 +40,18 @@ void check_options(const ConvertOptions& o) {
                             o.output));
 }
 
+void say_warnings(const std::vector<std::string>& warnings) {
+  for (const std::string& warning : warnings) {
+    say("kvzap: warning: {}\n", files::shown_message(warning));
+  }
+}
+
 int write_model(const std::string& model, const std::string& output, bool quiet,
                 const Communicator& comm, const std::function<void()>& work) {
   return write_unless_stopped(output, comm, [&] {
     work();
     const model::ModelCheck check = model::check_to_run(model);
-    for (const std::string& warning : check.warnings) say("kvzap: warning: {}\n", warning);
+    say_warnings(check.warnings);
     if (quiet || check.refusal.empty()) return;
     say("kvzap: note: kvzap cannot run this model, other programs may: {}\n",
         files::shown_message(check.refusal));
@@ -58,7 +64,7 @@ int convert(const ConvertOptions& options, const Communicator& comm) {
     if (!writes_gguf(options)) {
       model::write_folder(options.model, options.output, progress);
     } else {
-      model::write_gguf(options.model, options.output, progress);
+      say_warnings(model::write_gguf(options.model, options.output, progress));
     }
     if (!options.quiet) say("kvzap: wrote {}\n", options.output);
   });

@@ -5,6 +5,7 @@
 #include <functional>
 #include <kvzap/core/communicator.hpp>
 #include <string>
+#include <vector>
 
 namespace kvzap::driver {
 
@@ -20,6 +21,9 @@ void declare(CLI::App& app, ConvertOptions& options);
 /// Throws UsageError that names the flag for options that are missing, out of range or contradict
 /// one another.
 void check_options(const ConvertOptions& options);
+
+/// Prints warnings, one in a line.
+void say_warnings(const std::vector<std::string>& warnings);
 
 /// Runs `work`, which writes the model `output`, on rank 0. `work` calls stop_here_if_asked; a
 /// signal then ends it, and nothing is left. Returns the exit status, 128 + the signal's number.

@@ -157,6 +157,7 @@ int quantize(const QuantizeOptions& options, const Communicator& comm) {
                                                         });
     const double seconds = base::seconds_since(start);
     bar.clear();
+    say_warnings(report.warnings);
     if (!options.json.empty()) {
       write_whole(options.json, json_of(options, mixture.name, report, seconds));
     }

@@ -476,7 +476,7 @@ class SharedRows(Commands, TestCase):
     def test_more_ranks_than_heads(self):
         result = run_command(on_ranks(3, [KVZAP, "run", "-m", self.model, *self.question]))
         self.assertNotEqual(result.code, 0)
-        self.assertIn("num_global_key_value_heads", result.err.decode())
+        self.assertIn("the KV heads of full layers", result.err.decode())
 
     @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
     def test_quantised_rows(self):

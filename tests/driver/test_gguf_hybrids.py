@@ -224,7 +224,7 @@ class Hybrids(TestCase):
         self.assertEqual(self.ids(self.folder / "mixed.gguf"), expected)
         del file.values["qwen35.attention.recurrent_layers"]
         self.fail_with(kvzap("-m", file.write(self.folder / "cut.gguf"), "--token-ids", "-p", "1"),
-                       "cut.gguf: tensor 'blk.2.attn_qkv.weight' of shape")
+                       "cut.gguf: tensor 'blk.2.")
         folder, _, _ = self.make("qwen3_5_text", "four", layer_types=["linear_attention"] * 3 + ["full_attention"])
         file, expected = Gguf(self.convert(folder, "four.gguf")), self.ids(folder)
         del file.values["qwen35.full_attention_interval"]

@@ -549,6 +549,7 @@ class Jamba(FalconH1):
 class Zamba2(FalconH1):
     """Attention before a state space, by weights that layers share."""
     GOLDEN = "zamba2"
+    PLACED = 4
 
 
 class Lfm2(FalconH1):

@@ -50,7 +50,8 @@ void check_forbidden(const SamplingOptions& options) {
   for (const TokenId token : options.end_tokens) check(token, "end_tokens");
   for (const auto& [token, bias] : options.logit_bias) {
     check(token, "logit_bias");
-    if (!std::isfinite(bias)) throw Error("logit_bias has a bias that is not finite; expected a number");
+    if (!std::isfinite(bias))
+      throw Error("logit_bias has a bias that is not finite; expected a number");
   }
 }
 

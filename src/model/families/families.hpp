@@ -15,8 +15,8 @@ extern const Family seed_oss, ernie4_5, ernie4_5_moe, exaone4, exaone_moe, glm, 
     cwm, helium, granitemoe, granitemoeshared, granite_swa, granitemoe_swa, olmoe, flex_olmo,
     hunyuan_v1_dense, hunyuan_v1_moe, dots1, cohere, cohere2_moe, solar_open, afmoe, mellum,
     ministral, hyperclovax, hy_v3, flint;
-extern const Family deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, sarvam_mla, axk1, youtu,
-    minicpm3, mistral4, longcat_flash, kimi_linear, bailing_hybrid;
+extern const Family deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, sarvam_mla,
+    axk1, youtu, minicpm3, mistral4, longcat_flash, kimi_linear, bailing_hybrid;
 extern const Family gemma4, gemma4_unified, gemma3n;
 extern const Family lfm2, lfm2_moe, bamba, granitemoehybrid, nemotron_h, falcon_h1, olmo_hybrid,
     jamba, lfm3, zamba, zamba2;

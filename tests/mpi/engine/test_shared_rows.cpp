@@ -207,7 +207,7 @@ TEST(SharedRowsErrors, NameTheCause) {
   const auto load = [&](const HeadPartition& partition) {
     return message_of([&] { Model::load("", config, DType::f32, partition, 0, {5}); });
   };
-  EXPECT_NE(load(HeadPartition::even(sharing_layers, 2, 3)).find("num_global_key_value_heads"),
+  EXPECT_NE(load(HeadPartition::even(sharing_layers, 2, 3)).find("the KV heads of full layers"),
             std::string::npos);
   std::vector<std::vector<std::int64_t>> kept(sharing_layers, {1, 9});
   kept[1] = {9, 1};

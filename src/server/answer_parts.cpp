@@ -189,7 +189,7 @@ bool AnswerParser::step_call(bool at_end, AnswerParts& parts) {
   const std::string raw =
       m_found + m_held.substr(0, found == std::string::npos ? found : found + length);
   m_held.erase(0, found == std::string::npos ? found : found + length);
-  take_calls(body, raw, parts);
+  take_calls(body, is_harmony ? body : raw, parts);
   m_state = is_harmony ? State::header : State::text;
   return true;
 }

@@ -156,6 +156,10 @@ TEST(AnswerParts, Harmony) {
                "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final"
                "<|message|>Yes < no.<|return|>",
                "[Hm.][Yes < no.]");
+  expect_parts(format,
+               "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+               "to=functions.none<|message|>{}<|call|>",
+               "[Hm.][{}]");
   expect_parts(format, "Plain.", "[][Plain.]");
   expect_parts(format, "<|channel|>final", "[][<|channel|>final]");
 }

@@ -7,10 +7,12 @@
 #include <atomic>
 #include <boost/asio/post.hpp>
 #include <boost/asio/thread_pool.hpp>
+#include <chrono>
 #include <ctime>
 #include <exception>
 #include <map>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "console/console.hpp"
@@ -127,6 +129,7 @@ class HttpServer::Impl final : public Service {
   Reply get(const std::string& path);
   Reply health() const;
   void work(const std::shared_ptr<Connection>& connection);
+  void lose(const std::weak_ptr<Connection>& connection);
   Reply read(const std::string& body, const Request& request,
              std::shared_ptr<Answering>& answering);
   Reply refusal(int status, const std::string& what, const std::string& field = {},
@@ -258,12 +261,28 @@ Reply HttpServer::Impl::get(const std::string& path) {
   return reply;
 }
 
+/// Ends a connection from a worker's thread, once there is memory for it.
+void HttpServer::Impl::lose(const std::weak_ptr<Connection>& connection) {
+  constexpr auto pause = std::chrono::milliseconds(50);
+  for (int tries = 0; tries < 1000; ++tries) {
+    try {
+      return boost::asio::post(m_listener.executor(), [connection] {
+        if (const auto open = connection.lock()) open->lose();
+      });
+    } catch (const std::bad_alloc&) {
+      std::this_thread::sleep_for(pause);
+    }
+  }
+}
+
 /// Reads the body on a worker's thread.
 void HttpServer::Impl::work(const std::shared_ptr<Connection>& connection) {
   // The body is freed by the worker.
   std::shared_ptr<HeldBody> body = connection->take_body();
   boost::asio::thread_pool& pool = body->text().size() > small_body ? m_large : m_small;
   boost::asio::post(pool, [this, connection, body = std::move(body)]() mutable {
+    // Connections end on their own thread, so this one does not keep it.
+    const std::weak_ptr<Connection> seen = connection;
     try {
       std::shared_ptr<Answering> answering;
       Reply reply = read(body->text(), connection->request(), answering);
@@ -275,7 +294,8 @@ void HttpServer::Impl::work(const std::shared_ptr<Connection>& connection) {
         connection->reply(std::move(reply));
       });
     } catch (const std::exception&) {
-      // There is no memory even for a refusal. The connection ends when its client gives up.
+      body.reset();
+      lose(seen);  // there is no memory even for a refusal
     }
   });
 }

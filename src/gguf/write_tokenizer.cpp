@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "files/ascii.hpp"
 #include "files/byte_alphabet.hpp"
 #include "files/json_field.hpp"
 #include "files/quote.hpp"
@@ -92,8 +93,7 @@ std::optional<std::string_view> name_of_pre_tokenizer(const Parts& parts, bool i
 /// no other text. Of ASCII, letters and <=> may compose with what follows, and K ; ` may come of
 /// other characters.
 bool is_inert_in_nfc(const std::string& text) {
-  const auto is_letter = [](char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z'); };
-  return text.find_first_of("K;`") == text.npos && !is_letter(text.back()) &&
+  return text.find_first_of("K;`") == text.npos && !files::is_letter(text.back()) &&
          std::string_view("<=>").find(text.back()) == std::string_view::npos &&
          std::all_of(text.begin(), text.end(), [](char c) { return c >= 0 && c < 0x7F; });
 }

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "model/families/family.hpp"
 #include "model/gguf_rows.hpp"
 
 namespace kvzap::model {
@@ -12,19 +13,8 @@ using nlohmann::json;
 
 namespace {
 
-/// What config.json calls the sizes of a state space.
-struct SpaceFields {
-  const char* heads = "mamba_n_heads";
-  const char* head_dim = "mamba_d_head";
-  const char* groups = "mamba_n_groups";
-  const char* state_dim = "mamba_d_state";
-  const char* kernel = "mamba_d_conv";
-  const char* convolution_bias = "mamba_conv_bias";
-  const char* projection_bias = "mamba_proj_bias";
-};
-
 /// Programs do not limit steps, and need a bias of convolutions.
-void space_rows(GgufFields& f, const SpaceFields& fields) {
+void space_rows(GgufFields& f, const StateSpaceFields& fields) {
   constexpr const char* inner_key = "ssm.inner_size";
   constexpr std::int64_t most = 65536;
   const StateSpaceConfig& space = *f.model.state_space;
@@ -123,7 +113,7 @@ void falcon_h1_rows(GgufFields& f) {
 void nemotron_h_rows(GgufFields& f) {
   constexpr double least_step = 0.001;  // of published models, and of the class
   const bool has_experts = f.architecture.has_experts.value();
-  SpaceFields names;
+  StateSpaceFields names;
   names.heads = "mamba_num_heads";
   names.head_dim = "mamba_head_dim";
   names.groups = "n_groups";

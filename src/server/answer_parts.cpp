@@ -18,20 +18,31 @@ const std::vector<std::string>& message_ends() {
   return marks;
 }
 
-/// The length of the longest end of a text that a mark may begin with.
-std::size_t length_of_beginning(std::string_view text, std::string_view mark) {
-  for (std::size_t count = std::min(mark.size() - 1, text.size()); count > 0; --count) {
-    if (text.substr(text.size() - count) == mark.substr(0, count)) return count;
-  }
-  return 0;
-}
-
 /// Whether a text may become one that begins with `mark`.
 bool may_begin_with(std::string_view text, std::string_view mark) {
   return mark.substr(0, text.size()) == text.substr(0, mark.size());
 }
 
 }  // namespace
+
+FoundMark first_mark(std::string_view text, const std::vector<std::string>& marks) {
+  FoundMark first;
+  for (const std::string& mark : marks) {
+    const std::size_t place = text.find(mark);
+    if (place < first.place) first = {place, mark};
+  }
+  return first;
+}
+
+std::size_t length_of_beginning(std::string_view text, const std::vector<std::string>& marks) {
+  std::size_t longest = 0;
+  for (const std::string& mark : marks) {
+    for (std::size_t count = std::min(mark.size() - 1, text.size()); count > longest; --count) {
+      if (text.substr(text.size() - count) == mark.substr(0, count)) longest = count;
+    }
+  }
+  return longest;
+}
 
 AnswerFormat format_of(std::string_view chat_template) {
   const auto has = [&](std::string_view mark) { return chat_template.find(mark) != mark.npos; };
@@ -176,19 +187,11 @@ bool AnswerParser::step_call(bool at_end, AnswerParts& parts) {
   const std::vector<std::string> ends = is_harmony          ? message_ends()
                                         : marks.end.empty() ? std::vector<std::string>()
                                                             : std::vector{marks.end};
-  std::size_t found = std::string::npos, length = 0;
-  for (const std::string& end : ends) {
-    const std::size_t place = m_held.find(end);
-    if (place < found) {
-      found = place;
-      length = end.size();
-    }
-  }
-  if (found == std::string::npos && !at_end) return false;
-  const std::string body = m_held.substr(0, found);
-  const std::string raw =
-      m_found + m_held.substr(0, found == std::string::npos ? found : found + length);
-  m_held.erase(0, found == std::string::npos ? found : found + length);
+  const FoundMark end = first_mark(m_held, ends);
+  if (end.mark.empty() && !at_end) return false;
+  const std::string body = m_held.substr(0, end.place);
+  const std::string raw = m_found + body + end.mark;
+  m_held.erase(0, body.size() + end.mark.size());
   take_calls(body, is_harmony ? body : raw, parts);
   m_state = is_harmony ? State::header : State::text;
   return true;
@@ -228,19 +231,13 @@ void AnswerParser::add_text(std::string text, AnswerParts& parts) {
 /// begin one. Returns whether there was one.
 bool AnswerParser::give_until(const std::vector<std::string>& marks, bool at_end,
                               std::string& target) {
-  std::size_t found = std::string::npos, held = 0;
-  for (const std::string& mark : marks) {
-    const std::size_t place = m_held.find(mark);
-    if (place < found) {
-      found = place;
-      m_found = mark;
-    }
-    held = std::max(held, length_of_beginning(m_held, mark));
-  }
-  const bool has_found = found != std::string::npos;
-  const std::size_t given = has_found ? found : at_end ? m_held.size() : m_held.size() - held;
+  const FoundMark first = first_mark(m_held, marks);
+  const bool has_found = !first.mark.empty();
+  const std::size_t held = has_found || at_end ? 0 : length_of_beginning(m_held, marks);
+  const std::size_t given = std::min(first.place, m_held.size() - held);
   target.append(m_held, 0, given);
-  m_held.erase(0, given + (has_found ? m_found.size() : 0));
+  m_held.erase(0, given + first.mark.size());
+  if (has_found) m_found = first.mark;
   return has_found;
 }
 

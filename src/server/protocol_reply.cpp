@@ -91,20 +91,12 @@ std::string AnswerText::finish() {
 }
 
 std::string AnswerText::release(bool all) {
-  std::size_t end = std::string::npos;
-  for (const std::string& stop : m_stop) end = std::min(end, m_held.find(stop));
-  if (end != std::string::npos) {
+  const FoundMark end = first_mark(m_held, m_stop);
+  if (!end.mark.empty()) {
     m_has_stopped = true;
-    return m_held.substr(0, end);
+    return m_held.substr(0, end.place);
   }
-  std::size_t kept = 0;  // length of the longest end that may begin a stop text
-  for (const std::string& stop : m_stop) {
-    const std::size_t most = std::min(stop.size() - 1, m_held.size());
-    for (std::size_t count = most; count > kept; --count) {
-      if (m_held.compare(m_held.size() - count, count, stop, 0, count) == 0) kept = count;
-    }
-  }
-  if (all) kept = 0;
+  const std::size_t kept = all ? 0 : length_of_beginning(m_held, m_stop);
   std::string said = m_held.substr(0, m_held.size() - kept);
   m_held.erase(0, m_held.size() - kept);
   return said;

@@ -499,11 +499,12 @@ Prompt read_chat(std::string_view body, const Json& json, const ServedModel& mod
     if (!wish->is_object()) refuse("chat_template_kwargs", "an object", *wish);
     thinking = bool_of(*wish, "enable_thinking", thinking);
   }
+  const bool has_tools = uses_tools(json);
   AnswerFormat format;
-  if (model.chat_template) format = format_of(model.chat_template->source(uses_tools(json)));
+  if (model.chat_template) format = format_of(model.chat_template->source(has_tools));
   format.calls_once = !bool_of(json, "parallel_tool_calls", true);
-  const Prompt prompt = uses_tools(json) ? prompt_with_tools(body, thinking, model, format)
-                                         : prompt_without_tools(json, thinking, model);
+  const Prompt prompt = has_tools ? prompt_with_tools(body, thinking, model, format)
+                                  : prompt_without_tools(json, thinking, model);
   format.begins_in_thoughts = format.has_thoughts && begins_thoughts(prompt, *model.tokenizer);
   if (format.has_thoughts || format.needs_special_tokens()) {
     request.format = std::make_shared<const AnswerFormat>(std::move(format));

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "files/ascii.hpp"
 #include "files/json_file.hpp"
 
 namespace kvzap::server {
@@ -44,8 +45,7 @@ void check_function(const OrderedJson& object, const std::string& where) {
   }
   const std::string& name = text_at(*function, "name", where + ".function");
   const auto is_allowed = [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
-           c == '-' || c == '.';
+    return files::is_letter_or_digit(c) || c == '_' || c == '-' || c == '.';
   };
   if (name.empty() || name.size() > 128 || !std::all_of(name.begin(), name.end(), is_allowed)) {
     refuse(where + ".function.name", "1 to 128 letters, digits, _, - and .",

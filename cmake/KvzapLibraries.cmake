@@ -8,7 +8,7 @@
 #   kvzap::server  scheduler and protocol of kvzap serve
 #   kvzap::kvzap   all of them
 set(kvzap_core_rooms base linalg parallel cache attention selection)
-set(kvzap_model_rooms files gguf jinja text model)
+set(kvzap_model_rooms files gguf grammar jinja text model)
 set(kvzap_engine_rooms policy io engine session)
 set(kvzap_lab_rooms train eval)
 set(kvzap_server_rooms server)
@@ -73,7 +73,7 @@ endfunction()
 # Cold sources handle text, JSON, files, protocols and plans, without long loops. Releases compile them
 # at -O1, in two thirds of the time of -O3. Hot ones in the same rooms encode, decode or compute with
 # weights. Hosts run the kernels of devices in tests and benchmarks alone.
-set(kvzap_cold gguf/ jinja/ model/ io/ session/ train/ eval/ server/)
+set(kvzap_cold gguf/ grammar/ jinja/ model/ io/ session/ train/ eval/ server/)
 set(kvzap_hot gguf/block_ model/convert_model model/encoding_store model/gguf_ model/quantise model/random_store
   model/read_ model/weight train/collect\\. train/host_loops train/layer_pairs train/mlp_ train/normal_equations
   train/pair_rows train/query_moments train/ridge)

@@ -18,8 +18,22 @@ std::string_view name_of(StopReason reason) {
   return "unknown";
 }
 
+namespace {
+
+/// A grammar says where an answer may end: its stop ids are drawn there alone.
+SamplingOptions with_ends(SamplingOptions sampling, const std::vector<TokenId>& stop_ids) {
+  if (sampling.grammar) {
+    sampling.end_tokens.insert(sampling.end_tokens.end(), stop_ids.begin(), stop_ids.end());
+  }
+  return sampling;
+}
+
+}  // namespace
+
 Continuation::Continuation(const SamplingOptions& sampling, StopRules rules)
-    : m_sampler(sampling), m_is_plain(sampling.is_plain()), m_rules(std::move(rules)) {}
+    : m_sampler(with_ends(sampling, rules.stop_ids)),
+      m_is_plain(sampling.is_plain()),
+      m_rules(std::move(rules)) {}
 
 TokenId Continuation::draw(const StepResult& result) {
   return m_is_plain && result.logits.empty() ? result.argmax : m_sampler(result.logits);
@@ -36,6 +50,7 @@ std::optional<StopReason> Continuation::end(std::int64_t positions) const {
   if (has_any && std::find(stops.begin(), stops.end(), m_tokens.back()) != stops.end()) {
     return StopReason::stop_id;
   }
+  if (has_any && m_sampler.is_complete()) return StopReason::stop_id;
   if (static_cast<std::int64_t>(m_tokens.size()) >= m_rules.max_new_tokens) {
     return StopReason::max_new_tokens;
   }

@@ -426,19 +426,27 @@ Answer Generator::resume_answer(const AnswerOptions& options) {
 TokenId Generator::draw(const StepResult& result, const AnswerOptions& options) {
   const Communicator& comm = m_engine->communicator();
   if (options.on_logits) options.on_logits(result.logits);
-  TokenId token = comm.is_root() ? m_answer->draw(result) : 0;
+  constexpr TokenId none_left = -2, too_ambiguous = -3;
+  TokenId token = 0;
+  if (comm.is_root()) {
+    try {
+      token = m_answer->draw(result);
+    } catch (const Error&) {  // thrown by a grammar alone
+      token = too_ambiguous;
+    }
+  }
   // The model's own logits may be valid.
-  constexpr TokenId none_left = -2;
-  if (token < 0 && options.sampling.changes_logits() && Sampler({})(result.logits) >= 0) {
+  if (token == -1 && options.sampling.changes_logits() && Sampler({})(result.logits) >= 0) {
     token = none_left;
   }
   comm.broadcast(&token, sizeof(token), 0);
   if (token == none_left) {
     throw AgreedError(
-        "no token is left that may follow: suppress_tokens and bad_words_ids forbid all that the "
-        "model has (generation_config.json may name them), or penalties take logits past float's "
-        "range");
+        "no token is left that may follow: a grammar, suppress_tokens and bad_words_ids forbid all "
+        "that the model has (generation_config.json may name them), or penalties take logits past "
+        "float's range");
   }
+  if (token == too_ambiguous) throw AgreedError("the grammar of the answer is too ambiguous");
   return token;
 }
 

@@ -62,7 +62,7 @@ bool SamplingOptions::changes_logits() const {
       repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0;
   const bool has_least = min_new_tokens > 0 && !end_tokens.empty();
   return (has_penalty && repeat_last_n != 0) || !suppress_tokens.empty() || !bad_words.empty() ||
-         !logit_bias.empty() || has_least;
+         !logit_bias.empty() || has_least || grammar;
 }
 
 void check(const SamplingOptions& options, const SamplingNames& names) {
@@ -89,6 +89,7 @@ void check(const SamplingOptions& options, const SamplingNames& names) {
 Sampler::Sampler(const SamplingOptions& options)
     : m_options(options), m_changes_logits(options.changes_logits()), m_random(options.seed) {
   check(options);
+  if (options.grammar) m_grammar.emplace(options.grammar);
 }
 
 // Appends a token. All tokens of the prompt precede the first of the answer.
@@ -119,6 +120,10 @@ void Sampler::append_prompt(const std::vector<TokenId>& tokens) {
 }
 
 void Sampler::append(TokenId token) {
+  const auto& ends = m_options.end_tokens;
+  if (m_grammar && std::find(ends.begin(), ends.end(), token) == ends.end()) {
+    m_grammar->append(token);
+  }
   if (m_changes_logits) take(token);
 }
 
@@ -149,8 +154,30 @@ void Sampler::change(std::vector<float>& logits) const {
   }
   for (const TokenId token : m_options.suppress_tokens) forbid(token);
   const auto answered = static_cast<std::int64_t>(m_tokens.size() - m_prompt_tokens);
-  if (answered >= m_options.min_new_tokens) return;
+  if (m_grammar) forbid_by_grammar(logits);
+  if (answered >= m_options.min_new_tokens && (!m_grammar || m_grammar->may_end())) return;
   for (const TokenId token : m_options.end_tokens) forbid(token);
+}
+
+void Sampler::forbid_by_grammar(std::vector<float>& logits) const {
+  constexpr float forbidden = -std::numeric_limits<float>::infinity();
+  constexpr std::size_t word_bits = 64;
+  std::vector<std::pair<std::size_t, float>> ends;  // other logits than these are those of texts
+  for (const TokenId token : m_options.end_tokens) {
+    const auto index = static_cast<std::size_t>(token);
+    if (index < logits.size()) ends.emplace_back(index, logits[index]);
+  }
+  const std::vector<std::uint64_t>& allowed = m_grammar->allowed();
+  for (std::size_t begin = 0; begin < logits.size(); begin += word_bits) {
+    const std::size_t word = begin / word_bits;
+    const std::uint64_t bits = word < allowed.size() ? allowed[word] : 0;
+    if (bits == ~std::uint64_t{0}) continue;
+    const std::size_t count = std::min(word_bits, logits.size() - begin);
+    for (std::size_t i = 0; i < count; ++i) {
+      if (((bits >> i) & 1) == 0) logits[begin + i] = forbidden;
+    }
+  }
+  for (const auto& [index, logit] : ends) logits[index] = logit;
 }
 
 std::string Sampler::state() const {

@@ -100,13 +100,10 @@ Expr one_byte(const ByteSet& bytes) {
 }
 
 Expr literal(std::string_view text) {
-  std::vector<Expr> parts;
-  parts.reserve(text.size());
-  for (const char c : text) {
-    const unsigned byte = static_cast<unsigned char>(c);
-    parts.push_back(byte_range(byte, byte));
-  }
-  return sequence(std::move(parts));
+  auto made = std::make_shared<Expression>();
+  made->kind = Kind::text;
+  made->text = text;
+  return made;
 }
 
 Expr special_token(TokenId token) {

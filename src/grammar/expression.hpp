@@ -29,6 +29,7 @@ struct Expression {
   enum class Kind {
     nothing,     // no text, not even the empty one
     bytes,       // one byte of a set
+    text,        // the bytes of a text
     token,       // one special token, which no bytes spell
     sequence,    // parts in order; none: the empty text
     choice,      // one of the parts
@@ -39,6 +40,7 @@ struct Expression {
   };
   Kind kind = Kind::nothing;
   ByteSet bytes;
+  std::string text;
   TokenId token = -1;
   RuleId rule = -1;
   std::int64_t least = 0, most = 0;

@@ -206,7 +206,12 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
         sampling, StopRules{request.max_new_tokens, request.stop_ids, m_options.max_tokens});
     for (const Segment& segment : request.prompt) sequence.said->append_prompt(segment.tokens);
   }
-  const TokenId token = sequence.said->draw(result);
+  TokenId token = -1;
+  try {
+    token = sequence.said->draw(result);
+  } catch (const Error& error) {  // of its grammar
+    return fail(job, error.what(), false);
+  }
   if (token < 0) {
     return fail(job, "no token can be sampled: logits are not finite, or all tokens are forbidden",
                 true);

@@ -20,7 +20,8 @@ struct StopRules {
   std::int64_t max_tokens = 0;
 };
 
-/// Why an answer ends: an id of stop_ids, the requested number of tokens, or no free position.
+/// Why an answer ends: an id of stop_ids or the end of its grammar, the requested number of tokens,
+/// or no free position.
 enum class StopReason { stop_id, max_new_tokens, context_full };
 /// "stop_id", "max_new_tokens" or "context_full".
 std::string_view name_of(StopReason reason);
@@ -37,8 +38,10 @@ class Continuation {
   /// What a step must return for `draw`.
   StepOutput output() const { return m_is_plain ? StepOutput::argmax : StepOutput::logits; }
   /// Returns the next token, given the result of the step before it; does not append it. Returns -1
-  /// if logits are not finite, or if no token may be drawn.
+  /// if logits are not finite, or if no token may be drawn. Throws Error if a grammar is too
+  /// ambiguous.
   TokenId draw(const StepResult& result);
+  /// Throws Error if a grammar forbids the token.
   void append(TokenId token);
   const std::vector<TokenId>& tokens() const { return m_tokens; }
 

@@ -3,6 +3,9 @@
 
 #include <functional>
 #include <kvzap/core/types.hpp>
+#include <kvzap/model/token_grammar.hpp>
+#include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <string_view>
@@ -47,6 +50,9 @@ struct SamplingOptions {
   /// Before the answer has min_new_tokens tokens, end_tokens are not drawn. As vLLM's min_tokens.
   std::int64_t min_new_tokens = 0;
   std::vector<TokenId> end_tokens = {};
+  /// What the answer may be. Null: anything. end_tokens are drawn where the answer may end, and
+  /// nowhere else.
+  std::shared_ptr<const TokenGrammar> grammar = nullptr;
 
   /// Returns whether an option may change logits.
   bool changes_logits() const;
@@ -65,9 +71,10 @@ using SamplingNames = std::function<std::string(std::string_view field)>;
 void check(const SamplingOptions& options, const SamplingNames& names = {});
 
 /// Draws tokens. Logits change in the order repetition penalty, frequency and presence penalty,
-/// biases, bad words, suppressed tokens, tokens that end too early. Filters apply in the order
-/// temperature, top-k, top-p, min-p. This is the order of transformers, which has no frequency and
-/// presence penalties. The same seed gives the same draws on every platform.
+/// biases, bad words, suppressed tokens, tokens that end too early, tokens that the grammar
+/// forbids. Filters apply in the order temperature, top-k, top-p, min-p. This is the order of
+/// transformers, which has no frequency and presence penalties. The same seed gives the same draws
+/// on every platform.
 class Sampler {
  public:
   /// Throws Error as check does.
@@ -75,11 +82,15 @@ class Sampler {
 
   /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.
   void append_prompt(const std::vector<TokenId>& tokens);
-  /// Appends the next token of the answer. operator() does not append it.
+  /// Appends the next token of the answer. operator() does not append it. Throws Error if the
+  /// grammar forbids it.
   void append(TokenId token);
+  /// Whether the grammar lets no token follow, so that the answer is complete.
+  bool is_complete() const { return m_grammar && m_grammar->must_end(); }
 
   /// Returns the next token, given the model's own logits; ties give the smaller id. Returns -1 if
-  /// a logit is NaN, the largest is not finite, or no token may be drawn.
+  /// a logit is NaN, the largest is not finite, or no token may be drawn. Throws Error if a grammar
+  /// is too ambiguous.
   TokenId operator()(const std::vector<float>& original);
   /// Applies the options to the logits, in float as in transformers: penalties, biases, and -inf
   /// for tokens that must not be drawn. Ids beyond the logits are ignored.
@@ -98,10 +109,12 @@ class Sampler {
   };
 
   void take(TokenId token);
+  void forbid_by_grammar(std::vector<float>& logits) const;
 
   SamplingOptions m_options;
   bool m_changes_logits = false;
   std::mt19937_64 m_random;
+  std::optional<TokenGrammar::State> m_grammar;
   // Earlier tokens, with the prompt first. Empty if no option uses them.
   std::vector<TokenId> m_tokens;
   std::size_t m_prompt_tokens = 0;

@@ -1,0 +1,236 @@
+#include "grammar/recogniser.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvzap::grammar {
+namespace {
+
+// Grammars that people write have some ten rules in progress.
+constexpr std::size_t most_items = 8192;
+constexpr std::size_t largest_searched = 24;  // larger sets have a table
+constexpr std::uint32_t no_item = std::numeric_limits<std::uint32_t>::max();
+
+std::size_t hash_of(const Item& item) {
+  std::uint64_t hash = (std::uint64_t{item.node} << 32) ^ item.origin;
+  hash =
+      (hash ^ static_cast<std::uint64_t>(item.count) * 0x9E3779B97F4A7C15U) * 0xBF58476D1CE4E5B9U;
+  return static_cast<std::size_t>(hash ^ (hash >> 31));
+}
+
+}  // namespace
+
+Recogniser::Recogniser(const Automaton& automaton) : m_automaton(automaton), m_begins{0} {
+  add({automaton.rules[static_cast<std::size_t>(automaton.root)].start, 0, 0});
+  close();
+}
+
+Recogniser::Recogniser(const Automaton& automaton, NodeId node, bool with_calls)
+    : m_automaton(automaton), m_begins{0} {
+  add({node, unknown, 0});
+  if (with_calls) close();
+  m_exits.clear();
+}
+
+void Recogniser::add(Item item) {
+  const std::size_t begin = m_begins.back(), size = m_items.size() - begin;
+  if (size < largest_searched) {
+    if (std::find(this->begin(), end(), item) != end()) return;
+    m_items.push_back(item);
+    return;
+  }
+  if (size >= most_items) {
+    throw Error("the grammar is ambiguous: a text may be read in thousands of ways");
+  }
+  if (m_table.size() < 4 * (size + 1) || m_in_table == 0) {
+    m_table.assign(std::max<std::size_t>(256, 8 * size), no_item);
+    m_in_table = 0;
+  }
+  const auto insert = [&](std::uint32_t index, const Item& value) {
+    std::size_t slot = hash_of(value) % m_table.size();
+    for (; m_table[slot] != no_item; slot = (slot + 1) % m_table.size()) {
+      if (m_items[m_table[slot]] == value) return false;
+    }
+    m_table[slot] = index;
+    return true;
+  };
+  for (; m_in_table < size; ++m_in_table) {
+    const std::size_t index = begin + m_in_table;
+    insert(static_cast<std::uint32_t>(index), m_items[index]);
+  }
+  if (!insert(static_cast<std::uint32_t>(m_items.size()), item)) return;
+  m_items.push_back(item);
+  ++m_in_table;
+}
+
+/// Calls f(target) for each item that called `rule` when `origin` bytes had been read, where
+/// `target` follows the call.
+template <class F>
+void Recogniser::visit_callers(RuleId rule, std::uint32_t origin, F f) const {
+  for (const Item* at = set_begin(origin); at != set_end(origin); ++at) {
+    const Node& node = m_automaton.nodes[at->node];
+    const RuleInfo& info = m_automaton.rules[static_cast<std::size_t>(node.rule)];
+    if (info.is_repeat) {
+      if (info.body != rule) continue;
+      if (at->origin == unknown) {
+        f(Item{at->node, at->origin, at->count + 1});
+      } else if (at->count < info.most) {
+        const std::int64_t highest = info.most == unlimited ? info.least : info.most;
+        f(Item{at->node, at->origin, std::min(at->count + 1, highest)});
+      }
+      continue;
+    }
+    for (const auto& call : node.calls) {
+      if (call.rule == rule) f(Item{call.target, at->origin, 0});
+    }
+  }
+}
+
+void Recogniser::complete(RuleId rule, const Item& item) {
+  if (item.origin == unknown) {
+    m_exits.push_back(item.count);
+    return;
+  }
+  // Calls of rules that match the empty text are passed where they are made.
+  if (item.origin == size()) return;
+  // `add` may move the items.
+  std::vector<Item> targets;
+  visit_callers(rule, item.origin, [&](const Item& target) { targets.push_back(target); });
+  m_work +=
+      targets.size() + static_cast<std::size_t>(set_end(item.origin) - set_begin(item.origin));
+  for (const Item& target : targets) add(target);
+}
+
+void Recogniser::close_repeat(const Item& item) {
+  const RuleId rule = m_automaton.nodes[item.node].rule;
+  const RuleInfo& info = m_automaton.rules[static_cast<std::size_t>(rule)];
+  const RuleInfo& body = m_automaton.rules[static_cast<std::size_t>(info.body)];
+  const bool has_bounds = item.origin != unknown;
+  // A body that matches the empty text fills up any count.
+  const std::int64_t least = has_bounds && !body.is_nullable ? info.least : 0;
+  if (item.count >= least) complete(rule, item);
+  if (!has_bounds || item.count < info.most) {
+    add({body.start, static_cast<std::uint32_t>(size()), 0});
+  }
+}
+
+void Recogniser::close_node(const Item& item) {
+  const Node& node = m_automaton.nodes[item.node];
+  if (node.is_final) complete(node.rule, item);
+  for (const auto& call : node.calls) {
+    const RuleInfo& callee = m_automaton.rules[static_cast<std::size_t>(call.rule)];
+    add({callee.start, static_cast<std::uint32_t>(size()), 0});
+    if (callee.is_nullable) add({call.target, item.origin, 0});
+  }
+}
+
+/// Adds what follows from the items of the last set without a byte.
+void Recogniser::close() {
+  m_exits.clear();
+  m_in_table = 0;
+  for (std::size_t i = m_begins.back(); i < m_items.size(); ++i) {
+    ++m_work;
+    const Item item = m_items[i];
+    const Node& node = m_automaton.nodes[item.node];
+    if (m_automaton.rules[static_cast<std::size_t>(node.rule)].is_repeat) {
+      close_repeat(item);
+    } else {
+      close_node(item);
+    }
+  }
+}
+
+bool Recogniser::finish_set() {
+  if (m_begins.back() == m_items.size()) {
+    m_begins.pop_back();
+    return false;
+  }
+  close();
+  return true;
+}
+
+bool Recogniser::read_byte(unsigned char byte) {
+  const std::size_t first = m_begins.back(), last = m_items.size();
+  m_begins.push_back(static_cast<std::uint32_t>(last));
+  if (last == first + 1) {
+    // Within a text in quotes this is the only case.
+    const NodeId* const next = m_automaton.nodes[m_items[first].node].next(byte);
+    if (next && m_automaton.nodes[*next].has_bytes_alone) {
+      m_items.push_back({*next, m_items[first].origin, 0});
+      m_exits.clear();
+      ++m_work;
+      return true;
+    }
+  }
+  m_in_table = 0;
+  for (std::size_t i = first; i < last; ++i) {
+    const NodeId* const next = m_automaton.nodes[m_items[i].node].next(byte);
+    if (next) add({*next, m_items[i].origin, 0});
+  }
+  return finish_set();
+}
+
+bool Recogniser::read_token(TokenId token) {
+  const std::size_t first = m_begins.back(), last = m_items.size();
+  m_begins.push_back(static_cast<std::uint32_t>(last));
+  m_in_table = 0;
+  for (std::size_t i = first; i < last; ++i) {
+    for (const auto& edge : m_automaton.nodes[m_items[i].node].tokens) {
+      if (edge.token == token) add({edge.target, m_items[i].origin, 0});
+    }
+  }
+  return finish_set();
+}
+
+bool Recogniser::leave(const Item& item) {
+  std::vector<Item> targets;
+  const RuleId rule = m_automaton.nodes[item.node].rule;
+  if (item.origin != unknown) {
+    visit_callers(rule, item.origin, [&](const Item& target) { targets.push_back(target); });
+  }
+  m_begins.push_back(static_cast<std::uint32_t>(m_items.size()));
+  m_in_table = 0;
+  for (const Item& target : targets) add(target);
+  return finish_set();
+}
+
+void Recogniser::go_back(std::size_t count) {
+  const std::size_t kept = m_begins.size() - count;
+  m_items.resize(m_begins[kept]);
+  m_begins.resize(kept);
+  m_exits.clear();
+}
+
+bool Recogniser::is_match() const {
+  const RuleInfo& root = m_automaton.rules[static_cast<std::size_t>(m_automaton.root)];
+  return std::any_of(begin(), end(), [&](const Item& item) {
+    const Node& node = m_automaton.nodes[item.node];
+    if (node.rule != m_automaton.root || item.origin != 0) return false;
+    if (!root.is_repeat) return node.is_final;
+    return item.count >= root.least || root.is_nullable;
+  });
+}
+
+std::int64_t Recogniser::least_count() const {
+  std::int64_t least = unlimited;
+  // Rules in progress and those that called them, up to the repeat.
+  std::vector<std::pair<RuleId, std::uint32_t>> rules;
+  const auto reach = [&](const Item& item) {
+    if (item.origin == unknown) {
+      least = std::min(least, item.count);
+      return;
+    }
+    const std::pair rule(m_automaton.nodes[item.node].rule, item.origin);
+    if (std::find(rules.begin(), rules.end(), rule) == rules.end()) rules.push_back(rule);
+  };
+  for (const Item* at = begin(); at != end(); ++at) {
+    if (at->origin != size()) reach(*at);  // others are called by these
+  }
+  for (std::size_t i = 0; i < rules.size(); ++i) {
+    const auto [rule, origin] = rules[i];
+    visit_callers(rule, origin, reach);
+  }
+  return least;
+}
+
+}  // namespace kvzap::grammar

@@ -1,0 +1,84 @@
+// Reads a text byte by byte and knows at each whether it can still match a grammar. J. Earley, "An
+// efficient context-free parsing algorithm", 1970, over automata instead of productions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "grammar/automaton.hpp"
+
+namespace kvzap::grammar {
+
+/// A rule in progress: where its automaton is, and after how many bytes the rule began.
+struct Item {
+  NodeId node;
+  std::uint32_t origin;
+  std::int64_t count;  // of a repeat
+
+  bool operator==(const Item& other) const {
+    return node == other.node && origin == other.origin && count == other.count;
+  }
+};
+
+class Recogniser {
+ public:
+  /// The origin of an item whose callers are unknown.
+  static constexpr std::uint32_t unknown = std::numeric_limits<std::uint32_t>::max();
+
+  /// Begins a text. `automaton` must outlive the recogniser.
+  explicit Recogniser(const Automaton& automaton);
+  /// Begins within a rule whose callers are unknown. Of a repeat, counts begin at 0 and have no
+  /// bounds. `with_calls`: what the node calls may come, too.
+  Recogniser(const Automaton& automaton, NodeId node, bool with_calls);
+
+  /// Reads a byte, or the special token. Returns false and changes nothing if it cannot follow.
+  /// Throws Error if too many rules are in progress.
+  bool read_byte(unsigned char byte);
+  bool read_token(TokenId token);
+  /// Continues as if the rule of `item`, which is in the current set, had ended after one byte
+  /// more. Returns false and changes nothing if nothing can follow.
+  bool leave(const Item& item);
+  /// Forgets the last `count` bytes and tokens.
+  void go_back(std::size_t count);
+
+  /// The number of bytes and tokens so far.
+  std::size_t size() const { return m_begins.size() - 1; }
+  const Item* begin() const { return m_items.data() + m_begins.back(); }
+  const Item* end() const { return m_items.data() + m_items.size(); }
+  const Automaton& automaton() const { return m_automaton; }
+  /// Whether the text so far matches.
+  bool is_match() const;
+  /// Counts with which the rule with unknown callers can end here.
+  const std::vector<std::int64_t>& exits() const { return m_exits; }
+  /// Of a repeat with unknown callers: the least count that includes what is in progress.
+  std::int64_t least_count() const;
+  /// Items looked at so far.
+  std::size_t work() const { return m_work; }
+
+ private:
+  const Item* set_begin(std::size_t set) const { return m_items.data() + m_begins[set]; }
+  const Item* set_end(std::size_t set) const {
+    return set + 1 < m_begins.size() ? m_items.data() + m_begins[set + 1] : end();
+  }
+  void add(Item item);
+  void close();
+  void close_repeat(const Item& item);
+  void close_node(const Item& item);
+  void complete(RuleId rule, const Item& item);
+  template <class F>
+  void visit_callers(RuleId rule, std::uint32_t origin, F f) const;
+  bool finish_set();
+
+  const Automaton& m_automaton;
+  std::vector<Item> m_items;
+  std::vector<std::uint32_t> m_begins;  // of sets
+  std::vector<std::int64_t> m_exits;    // of the last set
+  std::size_t m_work = 0;
+  // The last set by hash, once it is large.
+  std::vector<std::uint32_t> m_table;
+  std::size_t m_in_table = 0;
+};
+
+}  // namespace kvzap::grammar

@@ -1,0 +1,56 @@
+// Masks of the tokens that may follow in each state of a grammar. Most of a mask depends on one
+// item of the recogniser alone, and is kept; only tokens that leave the item's rule are tried in
+// each step. Dong et al., "XGrammar" (arXiv 2411.15100), section 3.1, has this division.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "grammar/automaton.hpp"
+#include "grammar/recogniser.hpp"
+#include "grammar/token_trie.hpp"
+
+namespace kvzap::grammar {
+
+/// What may follow a node whatever calls its rule.
+struct NodeMask {
+  /// A text with which the rule ends, and which is the beginning of tokens.
+  struct Exit {
+    TokenTrie::NodeId text;
+    std::int64_t count;  // of a repeat
+  };
+  // Tokens within the rule: as a list if they are few, otherwise as bits.
+  std::vector<TokenId> tokens;
+  std::vector<std::uint64_t> bits;
+  /// Of a repeat: for each of `tokens`, or of the vocabulary, the least number of copies.
+  std::vector<std::uint16_t> counts;
+  std::vector<Exit> exits;
+
+  std::size_t bytes() const;
+};
+
+class TokenMasks {
+ public:
+  TokenMasks(const Automaton& automaton, const TokenTrie& trie)
+      : m_automaton(automaton), m_trie(trie) {}
+
+  /// Sets the bits of the tokens that may follow. `bits` has one for each token.
+  void allow(Recogniser& recogniser, std::vector<std::uint64_t>& bits) const;
+
+ private:
+  void allow_item(Recogniser& recogniser, const Item& item, std::vector<std::uint64_t>& bits) const;
+  std::shared_ptr<const NodeMask> mask_of(NodeId node) const;
+  std::shared_ptr<const NodeMask> make_mask(NodeId node) const;
+
+  const Automaton& m_automaton;
+  const TokenTrie& m_trie;
+  mutable std::mutex m_mutex;
+  mutable std::unordered_map<NodeId, std::shared_ptr<const NodeMask>> m_masks;
+  mutable std::size_t m_bytes = 0;
+};
+
+}  // namespace kvzap::grammar

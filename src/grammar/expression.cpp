@@ -1,13 +1,13 @@
 #include "grammar/expression.hpp"
 
 #include <algorithm>
+#include <array>
 
 namespace kvzap::grammar {
 namespace {
 
 using Kind = Expression::Kind;
 
-constexpr char32_t last_code_point = 0x10FFFF;
 constexpr char32_t first_surrogate = 0xD800, last_surrogate = 0xDFFF;
 
 Expr make(Kind kind, std::vector<Expr> parts = {}) {
@@ -17,7 +17,18 @@ Expr make(Kind kind, std::vector<Expr> parts = {}) {
   return made;
 }
 
+/// Long literals share the expressions of their bytes.
+const Expr& single_byte(unsigned byte) {
+  static const auto all = [] {
+    std::array<Expr, 256> made;
+    for (unsigned each = 0; each < made.size(); ++each) made[each] = one_byte(ByteSet().set(each));
+    return made;
+  }();
+  return all[byte];
+}
+
 Expr byte_range(unsigned first, unsigned last) {
+  if (first == last) return single_byte(first);
   ByteSet bytes;
   for (unsigned byte = first; byte <= last; ++byte) bytes.set(byte);
   return one_byte(bytes);
@@ -103,8 +114,7 @@ Expr literal(std::string_view text) {
   std::vector<Expr> parts;
   parts.reserve(text.size());
   for (const char c : text) {
-    const unsigned byte = static_cast<unsigned char>(c);
-    parts.push_back(byte_range(byte, byte));
+    parts.push_back(single_byte(static_cast<unsigned char>(c)));
   }
   return sequence(std::move(parts));
 }

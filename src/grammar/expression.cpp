@@ -7,7 +7,6 @@ namespace {
 
 using Kind = Expression::Kind;
 
-constexpr char32_t last_code_point = 0x10FFFF;
 constexpr char32_t first_surrogate = 0xD800, last_surrogate = 0xDFFF;
 
 Expr make(Kind kind, std::vector<Expr> parts = {}) {

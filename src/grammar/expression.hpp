@@ -17,6 +17,7 @@ using ByteSet = std::bitset<256>;
 using RuleId = std::int32_t;
 /// First and last code point of a range.
 using CodePoints = std::pair<char32_t, char32_t>;
+inline constexpr char32_t last_code_point = 0x10FFFF;
 
 struct Expression;
 /// An expression is immutable; expressions share their parts.

@@ -20,6 +20,15 @@ constexpr double most_guesses = 20, guess_rate = 0.2;
 // Addresses whose guesses are counted.
 constexpr std::size_t counted_addresses = 4096;
 
+/// The key that a request names; "": none.
+std::string key_in(const Request& request) {
+  const std::string& given = request.field("authorization");
+  if (given.empty()) return request.field("x-api-key");
+  const std::string scheme = "bearer ";
+  if (files::lower_case(given.substr(0, scheme.size())) != scheme) return {};
+  return given.substr(given.find_first_not_of(' ', scheme.size() - 1));
+}
+
 }  // namespace
 
 std::string server_name(const std::string& text) {
@@ -76,15 +85,15 @@ std::optional<Reply> Access::judge_key(const Request& request) {
   if (m_keys.empty()) return {};
   const auto refusal = [] {
     Reply reply =
-        error_reply(unauthorized, "missing or invalid API key; expected Authorization: Bearer KEY",
+        error_reply(unauthorized,
+                    "missing or invalid API key; expected Authorization: Bearer KEY or x-api-key: "
+                    "KEY",
                     "", "invalid_api_key");
     reply.fields["WWW-Authenticate"] = "Bearer";
     return reply;
   };
-  const std::string& given = request.field("authorization");
-  const std::string scheme = "bearer ";
-  if (files::lower_case(given.substr(0, scheme.size())) != scheme) return refusal();
-  const std::string key = given.substr(given.find_first_not_of(' ', scheme.size() - 1));
+  const std::string key = key_in(request);
+  if (key.empty()) return refusal();
   bool is_one = false;
   for (const std::string& one : m_keys) is_one = equal_in_constant_time(one, key) || is_one;
   // Guesses from an address do not lock out its other clients.

@@ -47,8 +47,9 @@ void Answering::submit(server::Scheduler& scheduler) {
   m_tickets = scheduler.submit(std::move(submissions));
   m_request.generations.clear();
   const auto seconds = std::chrono::system_clock::now().time_since_epoch();
-  m_writer.emplace(m_request, m_model, m_tickets.front()->id(),
-                   std::chrono::duration_cast<std::chrono::seconds>(seconds).count());
+  m_writer =
+      server::ReplyWriter::make(m_request, m_model, m_tickets.front()->id(),
+                                std::chrono::duration_cast<std::chrono::seconds>(seconds).count());
 }
 
 void Answering::begin(std::shared_ptr<Connection> connection) {
@@ -126,13 +127,11 @@ void Answering::stream() {
   }
   const bool is_over = error || m_exchange->is_done();
   if (error) {
-    text += "data: " + server::error_body(*error, error_type_of(server_error)) + "\n\n";
-  } else if (is_over && m_request.includes_usage) {
-    text += m_writer->usage(m_endings);
+    text += m_writer->failure(*error);
+  } else if (is_over) {
+    text += m_writer->finish(m_endings);
   }
-  if (is_over) text += server::ReplyWriter::done();
-  if (text.empty()) return;
-  write(text);
+  if (!text.empty()) write(text);
   if (!is_over) return;
   const auto connection = m_connection;
   end(error ? error_status() : ok, error.value_or(""));
@@ -157,7 +156,7 @@ void Answering::sign_later() {
     const auto self = weak.lock();
     if (code || !self || !self->m_connection) return;
     if (!self->m_connection->has_sent()) return self->sign_later();
-    self->write(": in progress\n\n");
+    self->write(self->m_writer->sign());
   });
 }
 

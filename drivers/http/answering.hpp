@@ -58,7 +58,7 @@ class Answering final : public Answer, public std::enable_shared_from_this<Answe
   Log m_log;
   std::shared_ptr<Exchange> m_exchange;
   std::vector<std::shared_ptr<server::Scheduler::Ticket>> m_tickets;  // one for each prompt
-  std::optional<server::ReplyWriter> m_writer;
+  std::unique_ptr<server::ReplyWriter> m_writer;
   std::shared_ptr<Connection> m_connection;  // until the answer has ended
   boost::asio::steady_timer m_timer;         // of a silent stream
   std::vector<Exchange::Event> m_events;     // that were not written yet

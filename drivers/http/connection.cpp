@@ -300,6 +300,7 @@ void Connection::reply(Reply reply) {
   if (reply.status == too_many || reply.status == unavailable) {
     reply.fields.try_emplace("Retry-After", std::to_string(m_service.retry_after()));
   }
+  if (reply.error) reply.body = error_text(reply.status, *reply.error, request().path);
   std::string text = head_of(reply, Framing::length, idle_seconds);
   if (request().method != "HEAD") text += reply.body;
   write(text);

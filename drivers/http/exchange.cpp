@@ -33,6 +33,7 @@ void Exchange::on_end(int choice, const server::Ending& ending) {
   event.choice = choice;
   if (text) event.text = text->finish();
   event.ending = ending;
+  if (text) event.ending->stop = text->found();
   add(std::move(event));
 }
 

@@ -10,19 +10,18 @@
 #include <chrono>
 #include <ctime>
 #include <exception>
-#include <map>
 #include <new>
 #include <thread>
 #include <utility>
 
 #include "console/console.hpp"
 #include "files/ascii.hpp"
-#include "files/nearest.hpp"
 #include "files/quote.hpp"
 #include "http/access.hpp"
 #include "http/answering.hpp"
 #include "http/connection.hpp"
 #include "http/listener.hpp"
+#include "http/paths.hpp"
 #include "http/serve_page.hpp"
 
 namespace kvzap::driver {
@@ -39,47 +38,6 @@ constexpr const char* loading = "the model is still loading";
 constexpr std::int64_t all_bodies = std::int64_t{512} << 20;
 // For answers in progress when the server ends.
 constexpr double last_seconds = 10;
-
-// The name of a model may have slashes.
-const std::string one_model = "/v1/models/";
-
-/// The paths, and whether a request to them has a body.
-const std::map<std::string, bool>& paths() {
-  static const std::map<std::string, bool> all = {{"/", false},
-                                                  {"/health", false},
-                                                  {"/metrics", false},
-                                                  {"/v1/models", false},
-                                                  {one_model, false},
-                                                  {"/kvzap/status", false},
-                                                  {"/v1/chat/completions", true},
-                                                  {"/v1/completions", true},
-                                                  {"/tokenize", true},
-                                                  {"/detokenize", true}};
-  return all;
-}
-
-/// Whether clients need no key for the path.
-bool is_open(const std::string& path) { return path == "/" || path == "/health"; }
-
-/// Returns the path that a client may mean, or "".
-std::string meant_path(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  static const std::map<std::string, std::string> others = {
-      {"/api/chat", "/v1/chat/completions"},  // Ollama
-      {"/api/generate", "/v1/completions"},
-      {"/api/tags", "/v1/models"},
-      {"/completion", "/v1/completions"}};  // llama.cpp
-  if (const auto found = others.find(path); found != others.end()) return found->second;
-  for (const std::string& known : {path, "/v1" + path}) {
-    if (paths().count(known) > 0) return known;
-  }
-  constexpr std::size_t longest = 64, most_edits = 3;
-  for (const auto& [known, posts] : paths()) {
-    if (known.size() <= 2 * most_edits || path.size() > longest) continue;
-    if (files::edit_distance(path, known) <= most_edits) return known;
-  }
-  return {};
-}
 
 /// Bytes of a body that can have prompts which fit the context. In JSON a byte takes up to 6.
 double longest_prompts(const ServedModel& model, bool has_several) {
@@ -119,14 +77,19 @@ class HttpServer::Impl final : public Service {
 
   std::optional<Reply> judge(const Request& request) override;
   std::optional<Reply> judge_size(const Request& request, std::uint64_t bytes) override;
-  bool is_protected(const Request& request) override { return !is_open(request.path); }
+  bool is_protected(const Request& request) override {
+    const Path* const path = path_of(request.path);
+    return !path || !path->is_open;
+  }
   bool hold(std::int64_t bytes) override { return (m_held += bytes) <= all_bodies; }
   int retry_after() const override;
   void answer(const std::shared_ptr<Connection>& connection) override;
   void log(const Request& request, const Reply& reply) override;
 
  private:
+  static std::optional<Reply> judge_body(const Request& request);
   Reply get(const std::string& path);
+  Reply stored(const Request& request);
   Reply health() const;
   void work(const std::shared_ptr<Connection>& connection);
   void lose(const std::weak_ptr<Connection>& connection);
@@ -163,44 +126,49 @@ HttpServer::Impl::~Impl() {
 
 /// Refuses what needs no body. Names come before keys, and keys before all that a path tells.
 std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
-  const bool names_model = request.path.rfind(one_model, 0) == 0;
-  const auto found = paths().find(names_model ? one_model : request.path);
+  const Path* const path = path_of(request.path);
+  const bool is_open = path && path->is_open;
   if (auto refused = m_access.judge_names(request)) return refused;
-  if (!is_open(request.path)) {
+  if (!is_open) {
     if (auto refused = m_access.judge_key(request)) return refused;
   }
-  if (found == paths().end()) {
+  if (!path) {
     const std::string meant = meant_path(request.path);
     return error_reply(not_found, meant.empty() ? "unknown path; expected one of OpenAI's, as "
                                                   "/v1/chat/completions"
                                                 : "unknown path; expected " + meant);
   }
-  const bool posts = found->second;
-  const bool fits =
-      posts ? request.method == "POST" : request.method == "GET" || request.method == "HEAD";
-  if (!fits) {
-    Reply reply = error_reply(
-        not_allowed, fmt::format("the method is {}; expected {}",
-                                 files::shown_message(request.method), posts ? "POST" : "GET"));
-    reply.fields["Allow"] = posts ? "POST" : "GET, HEAD";
+  if (!path->takes(request.method)) {
+    Reply reply = error_reply(not_allowed, fmt::format("the method is {}; expected {}",
+                                                       files::shown_message(request.method),
+                                                       path->posts() ? "POST" : "GET"));
+    reply.fields["Allow"] = path->allowed();
     return reply;
   }
+  if (path->posts()) {
+    if (auto refused = judge_body(request)) return refused;
+  }
+  if (m_scheduler == nullptr && !is_open) return error_reply(unavailable, loading);
+  if (m_drains && path->posts()) return error_reply(unavailable, stopping);
+  if (path->name != one_model || path->name_in(request.path) == m_model->name) return {};
+  return error_reply(
+      not_found,
+      fmt::format("the model is {}; expected {}", files::in_quotes(path->name_in(request.path)),
+                  files::in_quotes(m_model->name)),
+      "", server::model_not_found);
+}
+
+/// Refuses bodies of other types by their head.
+std::optional<Reply> HttpServer::Impl::judge_body(const Request& request) {
   const std::string& encoding = request.field("content-encoding");
-  if (posts && !encoding.empty() && files::lower_case(encoding) != "identity") {
+  if (!encoding.empty() && files::lower_case(encoding) != "identity") {
     return error_reply(unknown_encoding, fmt::format("Content-Encoding is {}; expected none",
                                                      files::in_quotes(encoding)));
   }
-  if (posts && files::lower_case(request.field("content-type")).rfind("multipart/", 0) == 0) {
+  if (files::lower_case(request.field("content-type")).rfind("multipart/", 0) == 0) {
     return error_reply(unknown_encoding, "the body is a form; expected JSON");
   }
-  if (m_scheduler == nullptr && !is_open(request.path)) return error_reply(unavailable, loading);
-  if (m_drains && posts) return error_reply(unavailable, stopping);
-  if (!names_model || request.path.substr(one_model.size()) == m_model->name) return {};
-  return error_reply(not_found,
-                     fmt::format("the model is {}; expected {}",
-                                 files::in_quotes(request.path.substr(one_model.size())),
-                                 files::in_quotes(m_model->name)),
-                     "", server::model_not_found);
+  return {};
 }
 
 std::optional<Reply> HttpServer::Impl::judge_size(const Request& request, std::uint64_t bytes) {
@@ -226,7 +194,7 @@ void HttpServer::Impl::answer(const std::shared_ptr<Connection>& connection) {
     return connection->reply(std::move(reply));
   }
   if (posts) return work(connection);
-  Reply reply = get(request.path);
+  Reply reply = path_of(request.path)->name == one_response ? stored(request) : get(request.path);
   // The page and monitors ask for the other paths all the time.
   if (request.path.rfind("/v1/", 0) == 0) log(request, reply);
   connection->reply(std::move(reply));
@@ -259,6 +227,19 @@ Reply HttpServer::Impl::get(const std::string& path) {
     reply.body = server::model_body(*m_model);
   }
   return reply;
+}
+
+/// Returns or deletes a stored response.
+Reply HttpServer::Impl::stored(const Request& request) {
+  const std::string id = path_of(request.path)->name_in(request.path);
+  if (const auto& responses = m_model->responses) {
+    if (request.method == "DELETE") {
+      if (responses->erase(id)) return json(server::deleted_body(id));
+    } else if (auto found = responses->find(id)) {
+      return json(std::move(found->body));
+    }
+  }
+  return error_reply(not_found, fmt::format("no response {} is stored", files::in_quotes(id)));
 }
 
 /// Ends a connection from a worker's thread, once there is memory for it.
@@ -307,9 +288,10 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
     if (m_drains) return error_reply(unavailable, stopping);
     if (request.path == "/tokenize") return json(server::tokenize(body, *m_model));
     if (request.path == "/detokenize") return json(server::detokenize(body, *m_model));
-    const bool is_chat = request.path == "/v1/chat/completions";
+    const auto endpoint = path_of(request.path)->endpoint;
+    if (!endpoint) return json(server::count_tokens(body, *m_model));
     auto made = std::make_shared<Answering>(
-        server::parse_request(body, is_chat, *m_model), *m_model, m_listener.executor(), m_drains,
+        server::parse_request(body, *endpoint, *m_model), *m_model, m_listener.executor(), m_drains,
         [this](const Answering& ended, int status, const std::string& what) {
           log_end(ended, status, what);
         });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -28,6 +29,13 @@ enum Status {
   unknown_version = 505
 };
 
+/// An error, whose body depends on the protocol of the path.
+struct ReplyError {
+  std::string what;
+  std::string field;  // the wrong field of the request, or ""
+  std::string code;   // OpenAI's name of the error, or ""
+};
+
 struct Reply {
   int status = ok;
   std::string type = "application/json";
@@ -37,6 +45,8 @@ struct Reply {
   bool closes = false;
   /// What the log adds to the status.
   std::string note = {};
+  /// The connection makes the body of it.
+  std::optional<ReplyError> error = {};
 };
 
 /// How the end of a reply's body is marked.
@@ -49,12 +59,12 @@ std::string head_of(const Reply& reply, Framing framing, int idle_seconds);
 /// Returns one chunk of a body; an empty text ends the body.
 std::string chunk_of(std::string_view text);
 
-/// Returns an error as OpenAI's protocol has it; the log has the message, too. `field`: the wrong
-/// field of the request, or ""; `code`: OpenAI's name of the error, or "".
+/// Returns the reply to an error; the log has the message, too. `field`: the wrong field of the
+/// request, or ""; `code`: OpenAI's name of the error, or "".
 Reply error_reply(int status, const std::string& what, const std::string& field = {},
                   const std::string& code = {});
 
-/// Returns the `type` that OpenAI's protocol gives to errors of this status.
-const char* error_type_of(int status);
+/// Returns the body of an error at a path, in the form of the path's protocol.
+std::string error_text(int status, const ReplyError& error, const std::string& path);
 
 }  // namespace kvzap::driver

@@ -61,8 +61,8 @@ bool is_port(std::string_view text) {
 
 // The server decides by these. With two values a proxy in front could decide by the other one.
 bool is_single(std::string_view field) {
-  constexpr std::array names = {"authorization", "content-encoding", "content-type", "expect",
-                                "origin"};
+  constexpr std::array names = {"authorization", "content-encoding", "content-type",
+                                "expect",        "origin",           "x-api-key"};
   return std::find(names.begin(), names.end(), field) != names.end();
 }
 

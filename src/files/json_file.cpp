@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <system_error>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,15 +17,17 @@
 namespace kvzap::files {
 namespace {
 
-using Json = nlohmann::json;
+using nlohmann::json;
+using nlohmann::ordered_json;
 
 // Memory of values, with the overhead of the C library: blocks are multiples of 16 bytes, and 8
 // bytes of each are overhead.
-constexpr std::size_t value_bytes = sizeof(Json);
+constexpr std::size_t value_bytes = sizeof(json);
 constexpr std::size_t string_bytes = 48;
 constexpr std::size_t object_bytes = 64;
 constexpr std::size_t list_bytes = 32;
 constexpr std::size_t member_bytes = 96;  // of an object, with its key and value
+static_assert(sizeof(ordered_json::object_t::value_type) <= member_bytes);
 
 std::size_t text_bytes(std::size_t length) { return length < 16 ? 0 : length + 32; }
 
@@ -47,7 +50,15 @@ std::string place_of(std::string_view text, std::size_t offset) {
 
 /// Builds the value during parsing, and stops at once if it exceeds a limit of nesting, repeated
 /// keys or memory.
+template <class Json>
 class Builder final : public nlohmann::json_sax<Json> {
+  using number_integer_t = typename Json::number_integer_t;
+  using number_unsigned_t = typename Json::number_unsigned_t;
+  using number_float_t = typename Json::number_float_t;
+  using string_t = typename Json::string_t;
+  using binary_t = typename Json::binary_t;
+  using Object = typename Json::object_t;
+
  public:
   Builder(std::string_view text, const std::string& what) : m_text(text), m_what(what) {}
 
@@ -75,7 +86,8 @@ class Builder final : public nlohmann::json_sax<Json> {
 
   bool key(string_t& key) override {
     spend(member_bytes + text_bytes(key.size()));
-    auto& object = m_open.back()->get_ref<Json::object_t&>();
+    auto& object = m_open.back()->template get_ref<Object&>();
+    if constexpr (std::is_same_v<Json, ordered_json>) make_room(object);
     const auto [member, is_new] = object.emplace(std::move(key), nullptr);
     m_member = &member->second;
     m_keys.back() = &member->first;
@@ -100,6 +112,24 @@ class Builder final : public nlohmann::json_sax<Json> {
   }
 
  private:
+  /// Room for one more member. The library would copy the members.
+  void make_room(Object& object) {
+    if (object.size() == most_ordered_members) {
+      throw Error(fmt::format("{}: too many members{}: expected at most {}", m_what, path_text(),
+                              most_ordered_members));
+    }
+    if (object.size() < object.capacity()) return;
+    // Old and new members exist side by side while they move.
+    const std::size_t old_capacity = object.capacity();
+    const std::size_t capacity = std::max<std::size_t>(4, 2 * old_capacity);
+    spend(member_bytes * capacity);
+    Object grown;
+    grown.reserve(capacity);
+    for (auto& [key, value] : object) grown.emplace_back(key, std::move(value));
+    object.swap(grown);
+    m_spent -= member_bytes * old_capacity;
+  }
+
   template <class Element>
   bool put(Element&& value, std::size_t bytes) {
     place(std::forward<Element>(value), bytes);
@@ -118,7 +148,7 @@ class Builder final : public nlohmann::json_sax<Json> {
       *m_member = Json(std::forward<Element>(value));
       return m_member;
     }
-    auto& array = m_open.back()->get_ref<Json::array_t&>();
+    auto& array = m_open.back()->template get_ref<typename Json::array_t&>();
     if (array.size() == array.capacity()) {
       // Old and new elements exist side by side while they move.
       const std::size_t old_capacity = array.capacity();
@@ -185,17 +215,18 @@ class Builder final : public nlohmann::json_sax<Json> {
 
 // Appends at least the first `longest` bytes of the value as JSON, without the memory for all of
 // it.
+template <class Json>
 void append_dump(std::string& text, const Json& value, std::size_t longest) {
   if (!value.is_structured()) {
-    text +=
-        value.is_string() ? Json(shown(value.get_ref<const std::string&>())).dump() : value.dump();
+    text += value.is_string() ? json(shown(value.template get_ref<const std::string&>())).dump()
+                              : value.dump();
     return;
   }
   text += value.is_array() ? '[' : '{';
   const char* comma = "";
   for (const auto& [key, element] : value.items()) {
     text += comma;
-    if (value.is_object()) text += Json(shown(key)).dump() + ":";
+    if (value.is_object()) text += json(shown(key)).dump() + ":";
     append_dump(text, element, longest);
     if (text.size() > longest) return;
     comma = ",";
@@ -203,24 +234,32 @@ void append_dump(std::string& text, const Json& value, std::size_t longest) {
   text += value.is_array() ? ']' : '}';
 }
 
-}  // namespace
-
-std::size_t json_memory_limit(std::size_t text_bytes) { return 3 * text_bytes + (38u << 20); }
+template <class Json>
+std::string description_of(const Json& value) {
+  if (value.is_string()) return in_quotes(value.template get_ref<const std::string&>());
+  if (!value.is_structured()) return value.dump();
+  constexpr std::size_t longest = 80;
+  std::string text;
+  append_dump(text, value, longest);
+  return shown(text, longest);
+}
 
 // Recursion is bounded by max_json_depth. A container without elements is freed without memory.
-void free_json(nlohmann::json& value) noexcept {
+template <class Json>
+void free_values(Json& value) noexcept {
   if (value.is_array()) {
-    auto& array = value.get_ref<Json::array_t&>();
-    for (Json& element : array) free_json(element);
+    auto& array = value.template get_ref<typename Json::array_t&>();
+    for (Json& element : array) free_values(element);
     array.clear();
   } else if (value.is_object()) {
-    auto& object = value.get_ref<Json::object_t&>();
-    for (auto& [key, member] : object) free_json(member);
+    auto& object = value.template get_ref<typename Json::object_t&>();
+    for (auto& [key, member] : object) free_values(member);
     object.clear();
   }
 }
 
-nlohmann::json parse_json(std::string_view text, const std::string& what) {
+template <class Json>
+Json parse(std::string_view text, const std::string& what) {
   if (const auto content = content_of_download(text.substr(0, 512))) {
     throw Error(fmt::format("{}: not valid JSON: found {}", what, files::text_of(*content, "")));
   }
@@ -231,9 +270,22 @@ nlohmann::json parse_json(std::string_view text, const std::string& what) {
                             place_of(text, nul)));
   }
   const CLocale for_strtod;  // nlohmann's parser takes the first byte of the decimal point
-  Builder builder(text, what);
-  nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
+  Builder<Json> builder(text, what);
+  Json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();
+}
+
+}  // namespace
+
+std::size_t json_memory_limit(std::size_t text_bytes) { return 3 * text_bytes + (38u << 20); }
+
+void free_json(json& value) noexcept { free_values(value); }
+void free_json(ordered_json& value) noexcept { free_values(value); }
+
+json parse_json(std::string_view text, const std::string& what) { return parse<json>(text, what); }
+
+ordered_json parse_ordered_json(std::string_view text, const std::string& what) {
+  return parse<ordered_json>(text, what);
 }
 
 nlohmann::json parse_json_object(std::string_view text, const std::string& what) {
@@ -287,13 +339,7 @@ nlohmann::json read_json_object(const std::filesystem::path& file, std::uintmax_
   return parse_json_object(text, file.string());
 }
 
-std::string described(const nlohmann::json& value) {
-  if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
-  if (!value.is_structured()) return value.dump();
-  constexpr std::size_t longest = 80;
-  std::string text;
-  append_dump(text, value, longest);
-  return shown(text, longest);
-}
+std::string described(const json& value) { return description_of(value); }
+std::string described(const ordered_json& value) { return description_of(value); }
 
 }  // namespace kvzap::files

@@ -10,6 +10,7 @@
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
 #include "server/answer_parts.hpp"
+#include "server/reply_writers.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::server {
@@ -20,14 +21,6 @@ using OrderedJson = nlohmann::ordered_json;
 const char* finish_reason(EndReason reason, bool has_calls) {
   if (has_calls) return "tool_calls";
   return reason == EndReason::stop_id || reason == EndReason::cut ? "stop" : "length";
-}
-
-OrderedJson kvzap_of(const Ending& ending) {
-  OrderedJson json;
-  json["evict_ratio"] = ending.evict_ratio;
-  json["kv_bytes"] = ending.kv_bytes;
-  json["full_kv_bytes"] = ending.full_kv_bytes;
-  return json;
 }
 
 OrderedJson usage_of(const TokenCounts& counts) {
@@ -62,6 +55,18 @@ double json_number(float logprob) { return std::isfinite(logprob) ? logprob : -9
 
 }  // namespace
 
+OrderedJson kvzap_of(const Ending& ending) {
+  OrderedJson json;
+  json["evict_ratio"] = ending.evict_ratio;
+  json["kv_bytes"] = ending.kv_bytes;
+  json["full_kv_bytes"] = ending.full_kv_bytes;
+  return json;
+}
+
+std::string named_event(const std::string& name, const OrderedJson& json) {
+  return "event: " + name + "\n" + event_of(json);
+}
+
 std::string error_body(const std::string& what, const std::string& type, const std::string& field,
                        const std::string& code) {
   OrderedJson error;
@@ -75,7 +80,7 @@ std::string error_body(const std::string& what, const std::string& type, const s
 AnswerText::AnswerText(const Tokenizer& tokenizer, const ApiRequest& request)
     // A completion goes on with the prompt's text, so the space of its first token counts.
     : m_decoder(tokenizer, !request.format || !request.format->needs_special_tokens(),
-                !request.is_chat),
+                !request.is_chat()),
       m_stop(request.stop) {}
 
 std::string AnswerText::append(TokenId token) {
@@ -94,6 +99,7 @@ std::string AnswerText::release(bool all) {
   const FoundMark end = first_mark(m_held, m_stop);
   if (!end.mark.empty()) {
     m_has_stopped = true;
+    m_found = end.mark;
     return m_held.substr(0, end.place);
   }
   const std::size_t kept = all ? 0 : length_of_beginning(m_held, m_stop);
@@ -102,27 +108,72 @@ std::string AnswerText::release(bool all) {
   return said;
 }
 
-ReplyWriter::ReplyWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
-                         std::int64_t created)
-    : m_is_chat(request.is_chat),
-      m_has_logprobs(request.has_logprobs),
-      m_model(model),
-      m_id(fmt::format("{}-{}", request.is_chat ? "chatcmpl" : "cmpl", id)),
-      m_created(created),
-      m_choices(request.choices),
-      m_echoes(request.echoes
-                   ? request.prompt_texts
-                   : std::vector<std::string>(static_cast<std::size_t>(request.prompts))),
-      m_offsets(static_cast<std::size_t>(request.answers()), 0),
-      m_format(request.format),
-      m_parsers(static_cast<std::size_t>(request.answers()), AnswerParser(request.format)),
-      m_calls(m_parsers.size(), 0) {}
+TokenCounts ReplyWriter::count(const std::vector<Ending>& endings) const {
+  TokenCounts counts;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    counts.generated += endings[i].new_tokens;
+    if (i % static_cast<std::size_t>(m_choices) != 0) continue;
+    counts.prompt += endings[i].prompt_tokens;
+    counts.cached += endings[i].cached_tokens;
+  }
+  return counts;
+}
 
-ReplyWriter::~ReplyWriter() = default;
+namespace {
+
+/// Of /v1/chat/completions and /v1/completions.
+class CompletionWriter final : public ReplyWriter {
+ public:
+  CompletionWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
+                   std::int64_t created)
+      : ReplyWriter(request),
+        m_is_chat(request.is_chat()),
+        m_has_logprobs(request.has_logprobs),
+        m_includes_usage(request.includes_usage),
+        m_model(model),
+        m_id(fmt::format("{}-{}", m_is_chat ? "chatcmpl" : "cmpl", id)),
+        m_created(created),
+        m_choices(request.choices),
+        m_echoes(request.echoes
+                     ? request.prompt_texts
+                     : std::vector<std::string>(static_cast<std::size_t>(request.prompts))),
+        m_offsets(static_cast<std::size_t>(request.answers()), 0),
+        m_format(request.format),
+        m_parsers(static_cast<std::size_t>(request.answers()), AnswerParser(request.format)),
+        m_calls(m_parsers.size(), 0) {}
+
+  std::string body(const std::vector<Whole>& answers) override;
+  std::string begin(int choice) override;
+  std::string piece(int choice, const std::string& text,
+                    const std::vector<TokenText>& tokens) override;
+  std::string end(int choice, const Ending& ending) override;
+  std::string finish(const std::vector<Ending>& endings) override;
+  std::string failure(const std::string& what) override {
+    return "data: " + error_body(what, "server_error") + "\n\n" + done;
+  }
+
+ private:
+  struct Parts;
+
+  static constexpr const char* done = "data: [DONE]\n\n";
+
+  bool m_is_chat;
+  bool m_has_logprobs;
+  bool m_includes_usage;
+  const ServedModel& m_model;
+  std::string m_id;
+  std::int64_t m_created;
+  int m_choices;                       // of each prompt
+  std::vector<std::string> m_echoes;   // of each prompt
+  std::vector<std::size_t> m_offsets;  // characters of tokens so far, of each answer
+  std::shared_ptr<const AnswerFormat> m_format;
+  std::vector<AnswerParser> m_parsers;  // of each answer in a stream
+  std::vector<int> m_calls;             // of tools, in each answer of a stream so far
+};
 
 /// The parts that replies and events have in common.
-struct ReplyWriter::Parts {
-  const ReplyWriter& of;
+struct CompletionWriter::Parts {
+  const CompletionWriter& of;
 
   OrderedJson frame(bool is_chunk) const {
     OrderedJson frame;
@@ -265,7 +316,7 @@ struct ReplyWriter::Parts {
   }
 };
 
-std::string ReplyWriter::body(const std::vector<Whole>& answers) const {
+std::string CompletionWriter::body(const std::vector<Whole>& answers) {
   const Parts parts{*this};
   OrderedJson json = parts.frame(false);
   std::vector<Ending> endings;
@@ -292,15 +343,15 @@ std::string ReplyWriter::body(const std::vector<Whole>& answers) const {
   return files::json_text(json);
 }
 
-std::string ReplyWriter::begin(int choice) const {
+std::string CompletionWriter::begin(int choice) {
   const Parts parts{*this};
   const std::string& echo = parts.echo(choice);
   if (!m_is_chat && echo.empty()) return {};
   return parts.event(choice, {{"role", "assistant"}, {"content", ""}}, echo, {}, nullptr);
 }
 
-std::string ReplyWriter::piece(int choice, const std::string& text,
-                               const std::vector<TokenText>& tokens) {
+std::string CompletionWriter::piece(int choice, const std::string& text,
+                                    const std::vector<TokenText>& tokens) {
   const Parts parts{*this};
   std::size_t& offset = m_offsets[static_cast<std::size_t>(choice)];
   OrderedJson logprobs = parts.logprobs(tokens, characters_of(parts.echo(choice)) + offset);
@@ -312,7 +363,7 @@ std::string ReplyWriter::piece(int choice, const std::string& text,
   return parts.events(choice, m_parsers[place].append(text), std::move(logprobs), m_calls[place]);
 }
 
-std::string ReplyWriter::end(int choice, const Ending& ending) {
+std::string CompletionWriter::end(int choice, const Ending& ending) {
   const Parts parts{*this};
   const auto place = static_cast<std::size_t>(choice);
   std::string rest;
@@ -320,22 +371,28 @@ std::string ReplyWriter::end(int choice, const Ending& ending) {
   return rest + parts.event(choice, OrderedJson::object(), "", {}, &ending);
 }
 
-std::string ReplyWriter::usage(const std::vector<Ending>& endings) const {
+std::string CompletionWriter::finish(const std::vector<Ending>& endings) {
+  if (!m_includes_usage) return done;
   OrderedJson json = Parts{*this}.frame(true);
   json["usage"] = usage_of(count(endings));
   if (!endings.empty()) json["kvzap"] = kvzap_of(endings.front());
-  return event_of(json);
+  return event_of(json) + done;
 }
 
-TokenCounts ReplyWriter::count(const std::vector<Ending>& endings) const {
-  TokenCounts counts;
-  for (std::size_t i = 0; i < endings.size(); ++i) {
-    counts.generated += endings[i].new_tokens;
-    if (i % static_cast<std::size_t>(m_choices) != 0) continue;
-    counts.prompt += endings[i].prompt_tokens;
-    counts.cached += endings[i].cached_tokens;
+}  // namespace
+
+std::unique_ptr<ReplyWriter> ReplyWriter::make(const ApiRequest& request, const ServedModel& model,
+                                               std::int64_t id, std::int64_t created) {
+  switch (request.endpoint) {
+    case Endpoint::responses:
+      return make_response_writer(request, model, id, created);
+    case Endpoint::messages:
+      return make_messages_writer(request, model, id);
+    case Endpoint::chat:
+    case Endpoint::completions:
+      break;
   }
-  return counts;
+  return std::make_unique<CompletionWriter>(request, model, id, created);
 }
 
 }  // namespace kvzap::server

@@ -4,81 +4,25 @@
 #include <cmath>
 #include <kvzap/server/protocol.hpp>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <random>
 
 #include "files/json_file.hpp"
-#include "files/parsed_json.hpp"
 #include "files/quote.hpp"
 #include "server/answer_parts.hpp"
+#include "server/chat_form.hpp"
+#include "server/request_fields.hpp"
 #include "server/segments.hpp"
 #include "server/tool_request.hpp"
+#include "text/chat_input.hpp"
 
 namespace kvzap::server {
 namespace {
 
-using Json = nlohmann::json;
-using OrderedJson = nlohmann::ordered_json;
-
-constexpr std::size_t most_parts = 4096;
 constexpr std::size_t most_stops = 16;
 constexpr std::size_t longest_stop = 1024;
 constexpr std::size_t most_token_rules = 1024;
 constexpr int most_logprobs = 20;
 constexpr const char* context_exceeded = "context_length_exceeded";
-
-[[noreturn]] void refuse(const std::string& field, const std::string& expected, const Json& found) {
-  throw BadRequest(field,
-                   fmt::format("{} is {}; expected {}", field, files::described(found), expected));
-}
-
-/// The field, or null if it is absent or null.
-const Json* field_of(const Json& object, const char* name) {
-  const auto found = object.find(name);
-  return found == object.end() || found->is_null() ? nullptr : &*found;
-}
-
-bool bool_of(const Json& object, const char* name, bool otherwise) {
-  const Json* const field = field_of(object, name);
-  if (!field) return otherwise;
-  if (!field->is_boolean()) refuse(name, "true or false", *field);
-  return field->get<bool>();
-}
-
-double number_of(const Json& object, const char* name, double least, double most,
-                 double otherwise) {
-  const Json* const field = field_of(object, name);
-  if (!field) return otherwise;
-  const double value = field->is_number() ? field->get<double>() : std::nan("");
-  if (!(value >= least && value <= most)) {
-    refuse(name, fmt::format("a number from {} to {}", least, most), *field);
-  }
-  return value;
-}
-
-std::int64_t integer_of(const Json& object, const char* name, std::int64_t least, std::int64_t most,
-                        std::int64_t otherwise) {
-  const Json* const field = field_of(object, name);
-  if (!field) return otherwise;
-  const bool fits = field->is_number_integer() &&
-                    (!field->is_number_unsigned() ||
-                     field->get<std::uint64_t>() <=
-                         static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()));
-  if (!fits || field->get<std::int64_t>() < least || field->get<std::int64_t>() > most) {
-    refuse(name, fmt::format("an integer from {} to {}", least, most), *field);
-  }
-  return field->get<std::int64_t>();
-}
-
-/// Whether the value is -1, which other programs take for "random" and "no limit".
-bool is_minus_one(const Json* value) {
-  return value && value->is_number_integer() && !value->is_number_unsigned() && *value == -1;
-}
-
-std::string text_of(const Json& value, const std::string& name) {
-  if (!value.is_string()) refuse(name, "a string", value);
-  return value.get<std::string>();
-}
 
 /// Fields of OpenAI's, vLLM's and llama.cpp's servers that have an effect there, with the values
 /// that have none.
@@ -107,17 +51,15 @@ void refuse_unsupported(const Json& body, std::int64_t choices) {
         std::find(neutral.begin(), neutral.end(), *field) != neutral.end()) {
       continue;
     }
-    throw BadRequest(name, fmt::format("{} is not supported", name));
+    refuse_as_unsupported(name);
   }
   if (const Json* const format = field_of(body, "response_format")) {
-    const Json* const type = format->is_object() ? field_of(*format, "type") : nullptr;
-    if (!type || *type != "text") {
-      throw BadRequest("response_format",
-                       "response_format is not supported; expected {\"type\": \"text\"}");
+    if (!is_text(field_of(*format, "type"), "text")) {
+      refuse_as_unsupported("response_format", "; expected {\"type\": \"text\"}");
     }
   }
   if (integer_of(body, "best_of", 1, std::numeric_limits<int>::max(), choices) != choices) {
-    throw BadRequest("best_of", "best_of is not supported; expected the value of n");
+    refuse_as_unsupported("best_of", "; expected the value of n");
   }
 }
 
@@ -299,77 +241,6 @@ void check_tokens(std::int64_t count, const std::string& what, const std::string
                    context_exceeded);
 }
 
-struct Messages {
-  std::vector<ChatMessage> messages;
-  std::vector<std::vector<std::string>> parts;
-};
-
-ChatRole role_of(const Json& message, const std::string& name) {
-  const Json* const role = field_of(message, "role");
-  const std::string found = role ? text_of(*role, name + ".role") : "";
-  if (found == "system" || found == "developer") return ChatRole::system;
-  if (found == "user") return ChatRole::user;
-  if (found == "assistant") return ChatRole::assistant;
-  throw BadRequest(name + ".role",
-                   fmt::format("{}.role is {}; expected \"system\", \"user\" or \"assistant\"",
-                               name, role ? files::described(*role) : "missing"));
-}
-
-std::vector<std::string> parts_of(const Json& message, const std::string& name) {
-  const auto found = message.find("content");
-  if (found == message.end()) throw BadRequest(name + ".content", name + ".content is missing");
-  // Clients send back an answer without text as they received it.
-  if (found->is_null() && field_of(message, "role") && message["role"] == "assistant") return {""};
-  const Json* const content = &*found;
-  if (content->is_string()) return {content->get<std::string>()};
-  if (!content->is_array() || content->size() > most_parts) {
-    refuse(name + ".content", "a string or an array of parts", *content);
-  }
-  std::vector<std::string> parts;
-  for (const Json& part : *content) {
-    const Json* const type = part.is_object() ? field_of(part, "type") : nullptr;
-    const Json* const text = part.is_object() ? field_of(part, "text") : nullptr;
-    if (!type || *type != "text" || !text) {
-      throw BadRequest(name + ".content",
-                       fmt::format("{}.content has a part that is not text; other types are not "
-                                   "supported",
-                                   name));
-    }
-    parts.push_back(text_of(*text, name + ".content.text"));
-  }
-  return parts;
-}
-
-Messages messages_of(const Json& body) {
-  const auto found = body.find("messages");
-  if (found == body.end()) throw BadRequest("messages", "messages are missing");
-  if (!found->is_array() || found->empty() || found->size() > most_messages) {
-    refuse("messages", fmt::format("1 to {} messages", most_messages), *found);
-  }
-  Messages result;
-  for (std::size_t i = 0; i < found->size(); ++i) {
-    const Json& message = (*found)[i];
-    const std::string name = fmt::format("messages[{}]", i);
-    if (!message.is_object()) refuse(name, "an object", message);
-    ChatMessage one;
-    one.role = role_of(message, name);
-    std::vector<std::string> parts = parts_of(message, name);
-    for (const std::string& part : parts) one.content += part;
-    result.messages.push_back(std::move(one));
-    result.parts.push_back(std::move(parts));
-  }
-  // The model continues a last message of the assistant.
-  const bool continues =
-      result.messages.size() > 1 && result.messages.back().role == ChatRole::assistant;
-  const ChatMessage& last = result.messages[result.messages.size() - (continues ? 2 : 1)];
-  if (last.role != ChatRole::user) {
-    throw BadRequest("messages",
-                     "the last message is not a user message, alone or with the beginning of its "
-                     "answer by the assistant after it");
-  }
-  return result;
-}
-
 using Prompt = std::vector<Segment>;
 
 /// Whether a prompt is an array of token ids, rather than an array of prompts.
@@ -425,33 +296,57 @@ std::vector<Prompt> prompts_of(const Json& body, const ServedModel& model,
   return prompts;
 }
 
-files::ParsedJson object_of(std::string_view body) {
-  try {
-    files::ParsedJson json(files::parse_json(body, "the body"));
-    if (json.value().is_object()) return json;
-  } catch (const Error& error) {
-    throw BadRequest("", error.what());
-  }
-  throw BadRequest("", "the body is not a JSON object");
-}
-
 const Tokenizer& tokenizer_of(const ServedModel& model) {
   if (!model.tokenizer) throw BadRequest("", "the model has no tokenizer");
   return *model.tokenizer;
 }
 
+/// Runs work of the chat template, which may refuse the messages.
+template <class Work>
+auto by_template(const Work& work) {
+  try {
+    return work();
+  } catch (const BadRequest&) {
+    throw;
+  } catch (const Error& error) {
+    throw BadRequest("messages", error.what());
+  }
+}
+
 Prompt prompt_without_tools(const Json& json, bool thinking, const ServedModel& model) {
-  const Messages messages = messages_of(json);
+  const Messages read = messages_of(json);
+  std::vector<ChatMessage> messages;
   std::size_t bytes = 0;
-  for (const ChatMessage& message : messages.messages) bytes += message.content.size();
+  for (const Json& message : read.list) {
+    const Json& role = message.at("role");
+    messages.push_back({role == "system"      ? ChatRole::system
+                        : role == "assistant" ? ChatRole::assistant
+                                              : ChatRole::user,
+                        message.at("content").get<std::string>()});
+    bytes += messages.back().content.size();
+  }
+  // The model continues a last message of the assistant.
+  const bool continues = messages.size() > 1 && messages.back().role == ChatRole::assistant;
+  if (messages[messages.size() - (continues ? 2 : 1)].role != ChatRole::user) {
+    throw BadRequest("messages",
+                     "the last message is not a user message, alone or with the beginning of its "
+                     "answer by the assistant after it");
+  }
   check_bytes(bytes, "messages", model);
-  return segments_of(messages.messages, messages.parts, thinking, model);
+  return by_template([&] { return segments_of(messages, read.parts, thinking, model); });
 }
 
 /// Sets the tools of `format`.
-Prompt prompt_with_tools(std::string_view body, bool thinking, const ServedModel& model,
+Prompt prompt_with_tools(const Json& json, bool thinking, const ServedModel& model,
                          AnswerFormat& format) {
-  text::ChatInput input = chat_with_tools(OrderedJson::parse(body));
+  text::ChatInput input;
+  const Json tools = tools_of(json);
+  if (!tools.empty()) input.tools = tools;
+  input.messages = messages_of(json).list;
+  const Json& last = input.messages.back().at("role");
+  if (last != "user" && last != "tool") {
+    throw BadRequest("messages", "the last message is neither of the user nor of a tool");
+  }
   check_bytes(files::json_text(input.messages).size(), "messages", model);
   if (!model.chat_template || !model.tokenizer) {
     throw BadRequest("tools", "the model has no known chat template");
@@ -464,10 +359,8 @@ Prompt prompt_with_tools(std::string_view body, bool thinking, const ServedModel
     format.tools = input.tools;
   }
   input.thinking = thinking;
-  return {{Segment::Kind::context,
-           model.tokenizer->encode(model.chat_template->render(input)),
-           {},
-           true}};
+  const std::string text = by_template([&] { return model.chat_template->render(input); });
+  return {{Segment::Kind::context, model.tokenizer->encode(text), {}, true}};
 }
 
 /// Whether a prompt ends with the mark of thoughts.
@@ -485,8 +378,8 @@ bool begins_thoughts(const Prompt& prompt, const Tokenizer& tokenizer) {
 }
 
 /// Reads the fields of a chat. Sets the number of log probabilities in `generation`.
-Prompt read_chat(std::string_view body, const Json& json, const ServedModel& model,
-                 ApiRequest& request, GenerationRequest& generation) {
+Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request,
+                 GenerationRequest& generation) {
   request.has_logprobs = bool_of(json, "logprobs", false);
   const std::int64_t top = integer_of(json, "top_logprobs", 0, most_logprobs, 0);
   if (request.has_logprobs) {
@@ -503,7 +396,7 @@ Prompt read_chat(std::string_view body, const Json& json, const ServedModel& mod
   AnswerFormat format;
   if (model.chat_template) format = format_of(model.chat_template->source(has_tools));
   format.calls_once = !bool_of(json, "parallel_tool_calls", true);
-  const Prompt prompt = has_tools ? prompt_with_tools(body, thinking, model, format)
+  const Prompt prompt = has_tools ? prompt_with_tools(json, thinking, model, format)
                                   : prompt_without_tools(json, thinking, model);
   format.begins_in_thoughts = format.has_thoughts && begins_thoughts(prompt, *model.tokenizer);
   if (format.has_thoughts || format.needs_special_tokens()) {
@@ -530,48 +423,29 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
 /// is too long.
 void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request) {
   constexpr std::int64_t most = std::int64_t{1} << 40;
-  const std::int64_t standard = request.is_chat ? most : 16;
+  const std::int64_t standard = request.is_chat() ? most : 16;
   const auto length_of = [&](const char* name, std::int64_t otherwise) {
     return is_minus_one(field_of(json, name)) ? most : integer_of(json, name, 1, most, otherwise);
   };
   const std::int64_t wanted = length_of("max_completion_tokens", length_of("max_tokens", standard));
   for (std::size_t i = 0; i < request.generations.size(); ++i) {
     GenerationRequest& generation = request.generations[i];
-    const std::string name = request.is_chat        ? "messages"
+    const std::string name = request.is_chat()      ? "messages"
                              : request.prompts == 1 ? "prompt"
                                                     : fmt::format("prompt[{}]", i);
     const std::string what = request.prompts == 1 ? "the prompt" : name;
     const std::int64_t count = tokens_of(generation.prompt);
     check_tokens(count, what, name, model);
+    request.prompt_tokens += count;
     const std::int64_t room = model.max_tokens > 0 ? model.max_tokens - count + 1 : most;
     generation.max_new_tokens = std::min(room, wanted);
   }
 }
 
-}  // namespace
-
-std::size_t longest_token(const Tokenizer& tokenizer) {
-  std::size_t longest = 0;
-  for (std::size_t id = 0; id < tokenizer.vocabulary_size(); ++id) {
-    longest = std::max(longest, tokenizer.token_bytes(static_cast<TokenId>(id)).size());
-  }
-  return longest;
-}
-
-ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model) {
-  const files::ParsedJson parsed = object_of(body);
-  const Json& json = parsed.value();
-  if (const Json* const name = field_of(json, "model")) {
-    const std::string wanted = text_of(*name, "model");
-    if (wanted != model.name) {
-      throw BadRequest("model",
-                       fmt::format("model is {}; expected {}", files::in_quotes(wanted),
-                                   files::in_quotes(model.name)),
-                       model_not_found);
-    }
-  }
+/// Reads the fields of a chat or a completion.
+ApiRequest read_fields(const Json& json, Endpoint endpoint, const ServedModel& model) {
   ApiRequest request;
-  request.is_chat = is_chat;
+  request.endpoint = endpoint;
   GenerationRequest generation;  // for each prompt
   generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
   refuse_unsupported(json, generation.choices);
@@ -590,8 +464,8 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
     request.includes_usage = bool_of(*options, "include_usage", false);
   }
   std::vector<Prompt> prompts;
-  if (is_chat) {
-    prompts.push_back(read_chat(body, json, model, request, generation));
+  if (request.is_chat()) {
+    prompts.push_back(read_chat(json, model, request, generation));
   } else {
     prompts = read_completion(json, model, request, generation);
   }
@@ -608,14 +482,47 @@ ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel&
   return request;
 }
 
+}  // namespace
+
+std::size_t longest_token(const Tokenizer& tokenizer) {
+  std::size_t longest = 0;
+  for (std::size_t id = 0; id < tokenizer.vocabulary_size(); ++id) {
+    longest = std::max(longest, tokenizer.token_bytes(static_cast<TokenId>(id)).size());
+  }
+  return longest;
+}
+
+ApiRequest parse_request(std::string_view body, Endpoint endpoint, const ServedModel& model) {
+  files::ParsedJson parsed = object_of(body);
+  check_model(parsed.value(), model);
+  if (endpoint == Endpoint::chat || endpoint == Endpoint::completions) {
+    return read_fields(parsed.value(), endpoint, model);
+  }
+  ChatForm form = endpoint == Endpoint::messages ? chat_of_messages(parsed.take())
+                                                 : chat_of_response(parsed.take(), model);
+  try {
+    ApiRequest request = read_fields(form.body.value(), endpoint, model);
+    request.response = std::move(form.response);
+    return request;
+  } catch (const BadRequest& error) {
+    throw form.renamed(error);
+  }
+}
+
+std::string count_tokens(std::string_view body, const ServedModel& model) {
+  const ApiRequest request = parse_request(body, Endpoint::messages, model);
+  return files::json_text({{"input_tokens", request.prompt_tokens}});
+}
+
 std::string tokenize(std::string_view body, const ServedModel& model) {
   const files::ParsedJson parsed = object_of(body);
   const Json& json = parsed.value();
+  check_model(json, model);
   const auto content = json.find("content");
   if (content == json.end()) throw BadRequest("content", "content is missing");
   const std::string text = text_of(*content, "content");
   check_bytes(text.size(), "content", model);
-  OrderedJson reply;
+  Json reply;
   reply["tokens"] = tokenizer_of(model).encode(text, bool_of(json, "add_special", false));
   return files::json_text(reply);
 }
@@ -623,11 +530,12 @@ std::string tokenize(std::string_view body, const ServedModel& model) {
 std::string detokenize(std::string_view body, const ServedModel& model) {
   const files::ParsedJson parsed = object_of(body);
   const Json& json = parsed.value();
+  check_model(json, model);
   const auto tokens = json.find("tokens");
   if (tokens == json.end()) throw BadRequest("tokens", "tokens are missing");
   if (!tokens->is_array()) refuse("tokens", "an array of token ids", *tokens);
   const std::vector<TokenId> ids = ids_of(*tokens, "tokens", model);
-  OrderedJson reply;
+  Json reply;
   try {
     reply["content"] = tokenizer_of(model).decode(ids, false);
   } catch (const BadRequest&) {

@@ -33,6 +33,10 @@ std::string models_body(const ServedModel& model) {
 
 std::string model_body(const ServedModel& model) { return files::json_text(model_json(model)); }
 
+std::string deleted_body(const std::string& id) {
+  return files::json_text({{"id", id}, {"object", "response"}, {"deleted", true}});
+}
+
 std::string status_body(const ServedModel& model, const Scheduler& scheduler,
                         std::optional<std::int64_t> kv_memory) {
   const SchedulerCounts counts = scheduler.counts();

@@ -1,22 +1,31 @@
-// Chats with tools: their fields, and their prompts.
+// Messages and tools of chats.
 #pragma once
 
 #include <cstddef>
-#include <kvzap/server/protocol.hpp>
-#include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
-#include "text/chat_input.hpp"
+#include "server/request_fields.hpp"
 
 namespace kvzap::server {
 
 inline constexpr std::size_t most_messages = 4096;  // of a chat
 
-/// Whether a chat offers tools, or has calls or results of tools.
-bool uses_tools(const nlohmann::json& body);
+/// Checks the name of a function.
+void check_tool_name(const Json& function, const std::string& where);
 
-/// Returns what the chat template makes the prompt of. `body`: of a request that uses_tools, with
-/// its keys in their order, because templates write tools as JSON. Throws BadRequest.
-text::ChatInput chat_with_tools(const nlohmann::ordered_json& body);
+/// Returns the tools that the model may call.
+Json tools_of(const Json& body);
+
+/// Whether a chat offers tools, or has calls or results of tools.
+bool uses_tools(const Json& body);
+
+/// Messages of a chat.
+struct Messages {
+  /// As chat templates read them: contents are texts, arguments of calls objects.
+  Json list = Json::array();
+  std::vector<std::vector<std::string>> parts;  // of each content
+};
+Messages messages_of(const Json& body);
 
 }  // namespace kvzap::server

@@ -21,11 +21,6 @@ import unittest
 import harness
 from harness import CASES, KVZAP, MLP, MODEL, PATIENCE, TestCase, descendants, on_ranks, run_command
 
-try:
-    import openai
-except ImportError:
-    openai = None
-
 CASE = CASES[0]
 PRUNED = ["--surrogate", MLP, "--threshold=-3.4", "--window", "32", "--dtype", "f32"]
 ENDLESS = ["--random-weights", "1", "-c", "2000000"]  # answers that somebody else has to end
@@ -1725,69 +1720,6 @@ class Hostile(ServerTest):
             connection.close()
         self.server.wait_until_idle()
         self.assertEqual(self.server.stop(), 0, self.server.log())
-
-
-@unittest.skipUnless(openai, "needs openai's client")
-class OpenAI(SharedServerTest):
-    """OpenAI's own client for Python."""
-
-    def setUp(self):
-        super().setUp()
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.server.port}/v1", api_key="x", timeout=PATIENCE,
-                                    max_retries=0)
-        self.addCleanup(self.client.close)
-        self.ask = {"model": "recall-4m", "messages": ASK["messages"], "temperature": 0, "max_tokens": 24}
-
-    def test_models(self):
-        self.assertEqual([model.id for model in self.client.models.list()], ["recall-4m"])
-        self.assertEqual(self.client.models.retrieve("recall-4m").id, "recall-4m")
-        with self.assertRaisesRegex(openai.NotFoundError, "the model is 'a/b'; expected 'recall-4m'"):
-            self.client.models.retrieve("a/b")
-
-    def test_chat(self):
-        reply = self.client.chat.completions.create(**self.ask, logprobs=True, top_logprobs=2)
-        self.assertEqual(reply.choices[0].message.content, CASE["expected"])
-        self.assertEqual((reply.object, reply.choices[0].finish_reason), ("chat.completion", "stop"))
-        self.assertEqual(reply.usage.total_tokens, reply.usage.prompt_tokens + reply.usage.completion_tokens)
-        self.assertGreater(reply.kvzap["evict_ratio"], 0)
-        self.assertEqual(len(reply.choices[0].logprobs.content[0].top_logprobs), 2)
-        full = self.client.chat.completions.create(**self.ask, extra_body={"kvzap": {"prune": "none"}})
-        self.assertEqual(full.kvzap["evict_ratio"], 0)
-
-    def test_chat_in_a_stream(self):
-        chunks = list(self.client.chat.completions.create(**self.ask, stream=True, n=2,
-                                                          stream_options={"include_usage": True}))
-        for index in range(2):
-            pieces = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-            self.assertEqual("".join(piece.delta.content or "" for piece in pieces), CASE["expected"])
-            self.assertEqual(pieces[-1].finish_reason, "stop")
-        self.assertGreater(chunks[-1].usage.prompt_tokens_details.cached_tokens, -1)
-        self.assertGreater(chunks[-1].usage.completion_tokens, 0)
-
-    def test_leaving(self):
-        stream = self.client.chat.completions.create(**{**self.ask, "max_tokens": 3000}, stream=True,
-                                                     extra_body={"ignore_eos": True})
-        next(iter(stream))
-        stream.close()
-        self.server.wait_until_idle()
-
-    def test_completions(self):
-        reply = self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5, temperature=0)
-        chunks = list(self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5,
-                                                     temperature=0, stream=True))
-        self.assertEqual("".join(chunk.choices[0].text for chunk in chunks), reply.choices[0].text)
-        self.assertEqual(reply.object, "text_completion")
-        two = self.client.completions.create(model="recall-4m", prompt=[CASE["context"], "The sky"], max_tokens=5,
-                                             temperature=0)
-        self.assertEqual([choice.index for choice in two.choices], [0, 1])
-        self.assertEqual(two.choices[0].text, reply.choices[0].text)
-
-    def test_errors(self):
-        with self.assertRaises(openai.BadRequestError) as caught:
-            self.client.chat.completions.create(**{**self.ask, "max_tokens": -1})
-        self.assertEqual((caught.exception.param, caught.exception.status_code), ("max_tokens", 400))
-        with self.assertRaises(openai.NotFoundError):
-            self.client.embeddings.create(model="recall-4m", input="x")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,11 @@ std::optional<std::int64_t> prefix_bytes(const ServeOptions& o) {
   return o.prefix_memory == "0" ? 1 : parse_bytes(o.prefix_memory, "--prefix-memory");
 }
 
+/// Returns the bytes of stored responses; 0: none is stored.
+std::int64_t response_bytes(const ServeOptions& o) {
+  return o.response_memory == "0" ? 0 : parse_bytes(o.response_memory, "--response-memory");
+}
+
 /// Says what keeps a line of the key file from being a key; "" if it is one.
 std::string fault_of_key(const std::string& line) {
   if (line.rfind("\xef\xbb\xbf", 0) == 0) return "begins with a byte order mark";
@@ -175,6 +180,11 @@ void Serving::check_options() {
         std::min<std::int64_t>(m_model.max_choices, m_options.scheduling.max_sequences);
     m_model.max_prompts =
         std::min<std::int64_t>(m_model.max_prompts, m_options.scheduling.max_queue);
+    if (const std::int64_t bytes = response_bytes(m_options)) {
+      constexpr std::size_t most_responses = 4096;
+      m_model.responses =
+          std::make_shared<server::ResponseStore>(static_cast<std::size_t>(bytes), most_responses);
+    }
     if (gguf::has_model_file(folder, "tokenizer.json") || !m_options.random_weights) {
       m_model.tokenizer = Tokenizer::load(m_options.model);
       m_model.longest_token = server::longest_token(*m_model.tokenizer);
@@ -410,6 +420,15 @@ int Serving::operator()() {
   return static_cast<int>(m_comm.all_reduce_max(std::int64_t{run(*engine)}));
 }
 
+void declare_responses(CLI::App& app, ServeOptions& o, const char* group) {
+  app.add_option("--response-memory", o.response_memory,
+                 "memory for the responses of /v1/responses that later requests may name; 0: store "
+                 "none")
+      ->capture_default_str()
+      ->type_name("SIZE")
+      ->group(group);
+}
+
 }  // namespace
 
 void declare_serve(CLI::App& app, ServeOptions& o) {
@@ -476,6 +495,7 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
                  "most a fifth of the free memory")
       ->type_name("SIZE")
       ->group(server);
+  declare_responses(app, o, server);
   app.add_option("--max-batch-tokens", o.scheduling.max_batch_tokens,
                  "maximum tokens of a step: generated tokens and prompt chunks")
       ->capture_default_str()
@@ -528,6 +548,7 @@ void check_options(const ServeOptions& o) {
           fmt::format("--drain-seconds is {}; expected 0 or more", o.drain_seconds));
   if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
   prefix_bytes(o);
+  response_bytes(o);
   for (const std::string& name : o.allowed_hosts) {
     require(!server_name(name).empty() && name.find('*') == std::string::npos,
             fmt::format("--allowed-hosts has {}; expected names or addresses without patterns, as "

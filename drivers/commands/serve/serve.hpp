@@ -22,6 +22,7 @@ struct ServeOptions : EngineOptions {
   std::string alias;          // empty: the folder's name
   std::string kv_memory;      // empty: four fifths of the free memory
   std::string prefix_memory;  // empty: see Serving::prefix_limit
+  std::string response_memory = "64MiB";
   std::vector<std::string> allowed_hosts;
   server::SchedulerOptions scheduling;
   std::optional<std::uint64_t> seed;

@@ -1,4 +1,5 @@
-// OpenAI's protocol: converts request bodies to generation requests, and answers to reply bodies.
+// OpenAI's and Anthropic's protocols: convert request bodies to generation requests, and answers to
+// reply bodies.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +9,7 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <kvzap/server/request.hpp>
 #include <kvzap/server/request_policies.hpp>
+#include <kvzap/server/response_store.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <memory>
 #include <optional>
@@ -19,7 +21,7 @@
 namespace kvzap::server {
 
 struct AnswerFormat;
-class AnswerParser;
+struct ResponseRequest;
 
 /// Thrown for a wrong request, which the server answers with status 400. `field`: the invalid
 /// field, or ""; `code`: OpenAI's name of the error, or "".
@@ -58,18 +60,25 @@ struct ServedModel {
   std::function<Pruning(const PruneWish&)> pruning_of;
   /// See RequestPolicies::page_format_of.
   std::function<PageFormat(const PruneWish&)> page_format_of;
+  /// Responses of /v1/responses; null: none is stored.
+  std::shared_ptr<ResponseStore> responses;
 };
 
 /// Returns the bytes of the longest text that a single token stands for.
 std::size_t longest_token(const Tokenizer& tokenizer);
 
-/// A request to /v1/chat/completions or /v1/completions. Its answers are numbered by prompt: first
+/// Endpoints that answer prompts: /v1/completions, /v1/chat/completions, /v1/responses, and
+/// Anthropic's /v1/messages.
+enum class Endpoint { completions, chat, responses, messages };
+
+/// A request to an endpoint that answers prompts. Its answers are numbered by prompt: first
 /// the `choices` answers to the first prompt, then those to the second one.
 struct ApiRequest {
-  bool is_chat = false;
+  Endpoint endpoint = Endpoint::completions;
   /// One for each prompt.
   std::vector<GenerationRequest> generations;
   int prompts = 1;
+  std::int64_t prompt_tokens = 0;  // of all prompts
   /// Number of answers to each prompt.
   int choices = 1;
   std::vector<std::string> stop;
@@ -80,24 +89,33 @@ struct ApiRequest {
   std::vector<std::string> prompt_texts;  // for `echoes`
   /// The parts that answers may have beside text; null: text alone.
   std::shared_ptr<const AnswerFormat> format;
+  /// For Endpoint::responses.
+  std::shared_ptr<const ResponseRequest> response;
 
+  /// Whether the prompt is a conversation.
+  bool is_chat() const { return endpoint != Endpoint::completions; }
   /// Number of answers to all prompts.
   int answers() const { return prompts * choices; }
 };
 
 /// Reads a request body. Ignores fields that have no effect here. Throws BadRequest for invalid
-/// fields and for features that are not supported (tools, logit_bias, …).
-ApiRequest parse_request(std::string_view body, bool is_chat, const ServedModel& model);
+/// fields and for features that are not supported. All endpoints with conversations have the reader
+/// of /v1/chat/completions; the others are brought into its form.
+ApiRequest parse_request(std::string_view body, Endpoint endpoint, const ServedModel& model);
 
+/// Returns the reply body to a request to /v1/messages/count_tokens. Throws BadRequest.
+std::string count_tokens(std::string_view body, const ServedModel& model);
 /// Returns the reply body to a request to /tokenize. Throws BadRequest.
 std::string tokenize(std::string_view body, const ServedModel& model);
 /// Returns the reply body to a request to /detokenize. Throws BadRequest.
 std::string detokenize(std::string_view body, const ServedModel& model);
 
-/// Returns the body of an error reply: {"error": {…}}. `type`: "invalid_request_error",
-/// "server_error", …; `code`: OpenAI's name of the error, or "".
+/// Returns the body of an error reply of OpenAI's protocol: {"error": {…}}. `type`:
+/// "invalid_request_error", "server_error", …; `code`: OpenAI's name of the error, or "".
 std::string error_body(const std::string& what, const std::string& type,
                        const std::string& field = {}, const std::string& code = {});
+/// Returns the body of an error reply of Anthropic's protocol: {"type": "error", "error": {…}}.
+std::string messages_error_body(const std::string& what, const std::string& type);
 
 /// The text of an answer, token by token, up to the first stop text.
 class AnswerText {
@@ -112,13 +130,15 @@ class AnswerText {
   std::string finish();
   /// Whether a stop text was found.
   bool has_stopped() const { return m_has_stopped; }
+  /// The stop text that was found; empty: none.
+  const std::string& found() const { return m_found; }
 
  private:
   std::string release(bool all);
 
   Tokenizer::StreamDecoder m_decoder;
   std::vector<std::string> m_stop;
-  std::string m_held;
+  std::string m_held, m_found;
   bool m_has_stopped = false;
 };
 
@@ -136,15 +156,18 @@ struct TokenCounts {
   std::int64_t generated = 0;
 };
 
-/// Writes the reply to one request. The model must outlive it.
+/// Writes the reply to one request: either `body`, or the events of a stream. The model must
+/// outlive it.
 class ReplyWriter {
  public:
-  /// `id`: the id of the scheduler's ticket for the first prompt. `created`: seconds since 1970.
-  ReplyWriter(const ApiRequest& request, const ServedModel& model, std::int64_t id,
-              std::int64_t created);
+  /// Makes the writer of the request's endpoint. `id`: the id of the scheduler's ticket for the
+  /// first prompt. `created`: seconds since 1970.
+  static std::unique_ptr<ReplyWriter> make(const ApiRequest& request, const ServedModel& model,
+                                           std::int64_t id, std::int64_t created);
+  explicit ReplyWriter(const ApiRequest& request) : m_choices(request.choices) {}
   ReplyWriter(const ReplyWriter&) = delete;
   ReplyWriter& operator=(const ReplyWriter&) = delete;
-  ~ReplyWriter();
+  virtual ~ReplyWriter() = default;
 
   /// An answer that has ended.
   struct Whole {
@@ -153,41 +176,35 @@ class ReplyWriter {
     Ending ending;
   };
   /// Returns the body of a reply that is not streamed, with all answers.
-  std::string body(const std::vector<Whole>& answers) const;
+  virtual std::string body(const std::vector<Whole>& answers) = 0;
 
-  /// Returns the first event of a choice in a stream. All events are "data: …\n\n".
-  std::string begin(int choice) const;
-  /// Returns an event with new text of a choice. `tokens`: for log probabilities.
-  std::string piece(int choice, const std::string& text, const std::vector<TokenText>& tokens);
+  /// Returns the first events of a choice in a stream.
+  virtual std::string begin(int choice) = 0;
+  /// Returns events with new text of a choice. `tokens`: for log probabilities.
+  virtual std::string piece(int choice, const std::string& text,
+                            const std::vector<TokenText>& tokens) = 0;
   /// Returns the last events of a choice.
-  std::string end(int choice, const Ending& ending);
-  /// Returns the event with token counts. `endings`: of all answers.
-  std::string usage(const std::vector<Ending>& endings) const;
+  virtual std::string end(int choice, const Ending& ending) = 0;
+  /// Returns the last events of a stream. `endings`: of all answers.
+  virtual std::string finish(const std::vector<Ending>& endings) = 0;
+  /// Returns the last events of a stream that fails by the server's fault.
+  virtual std::string failure(const std::string& what) = 0;
+  /// Returns what keeps a silent stream open.
+  virtual std::string sign() const { return ": in progress\n\n"; }
+
   /// Returns the token counts of all answers. A prompt's tokens count once for all its answers.
   TokenCounts count(const std::vector<Ending>& endings) const;
-  /// Returns the last event of a stream.
-  static std::string done() { return "data: [DONE]\n\n"; }
 
  private:
-  struct Parts;
-
-  bool m_is_chat;
-  bool m_has_logprobs;
-  const ServedModel& m_model;
-  std::string m_id;
-  std::int64_t m_created;
-  int m_choices;                       // of each prompt
-  std::vector<std::string> m_echoes;   // of each prompt
-  std::vector<std::size_t> m_offsets;  // characters of tokens so far, of each answer
-  std::shared_ptr<const AnswerFormat> m_format;
-  std::vector<AnswerParser> m_parsers;  // of each answer in a stream
-  std::vector<int> m_calls;             // of tools, in each answer of a stream so far
+  int m_choices;  // of each prompt
 };
 
 /// Returns the body of /v1/models.
 std::string models_body(const ServedModel& model);
 /// Returns the body of /v1/models/NAME.
 std::string model_body(const ServedModel& model);
+/// Returns the body of the reply to a deleted response.
+std::string deleted_body(const std::string& id);
 /// Returns the body of /kvzap/status. `kv_memory`: bytes over all ranks; none: no limit.
 std::string status_body(const ServedModel& model, const Scheduler& scheduler,
                         std::optional<std::int64_t> kv_memory);

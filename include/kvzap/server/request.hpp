@@ -76,6 +76,8 @@ struct Ending {
   std::int64_t kv_bytes = 0;
   /// The same without eviction.
   std::int64_t full_kv_bytes = 0;
+  /// The stop text before which the listener has cut the answer. The scheduler leaves it empty.
+  std::string stop;
 };
 
 /// Receives the answers to a request. The scheduler's thread calls it, so it must return quickly.

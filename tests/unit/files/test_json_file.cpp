@@ -7,12 +7,14 @@
 
 #include "files/c_locale.hpp"
 #include "files/json_file.hpp"
+#include "files/parsed_json.hpp"
 #include "files/quote.hpp"
 
 namespace {
 
 using kvzap::files::in_quotes;
 using kvzap::files::parse_json;
+using kvzap::files::parse_ordered_json;
 using kvzap::files::shown;
 
 std::string message_of(const std::string& text) {
@@ -40,7 +42,31 @@ TEST(JsonFile, ParsesAsTheLibraryDoes) {
     const auto parsed = parse_json(text, "FILE");
     const kvzap::files::CLocale c;  // the library aborts where a decimal point has two bytes
     EXPECT_EQ(parsed, nlohmann::json::parse(text)) << text;
+    EXPECT_EQ(parse_ordered_json(text, "FILE").dump(), nlohmann::ordered_json::parse(text).dump());
   }
+}
+
+TEST(JsonFile, OrderedObjectsHaveBounds) {
+  std::string text;
+  for (int i = 0; i < 1024; ++i)
+    text += fmt::format(R"({}"{}": {{"z": [1], "a": {{}}}})", i ? "," : "", i);
+  const auto error_of = [](const std::string& body) {
+    try {
+      parse_ordered_json(body, "BODY");
+    } catch (const kvzap::Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("none");
+  };
+  const auto parsed = parse_ordered_json("{\"x\": {" + text + "}}", "BODY");
+  EXPECT_EQ(parsed, nlohmann::ordered_json::parse("{\"x\": {" + text + "}}"));
+  EXPECT_EQ(error_of("{\"x\": {" + text + ", \"y\": 1}}"),
+            "BODY: too many members at x.1023: expected at most 1024");
+  EXPECT_EQ(error_of(R"({"o": [{"k": 1, "b": 2, "k": 3}]})"),
+            "BODY: key 'k' is given more than once at o[0].k");
+  EXPECT_NE(error_of("[" + repeated("{\"a\":1},", 2000000) + "1]").find("too many values"),
+            std::string::npos);
+  EXPECT_EQ(kvzap::files::described(parsed["x"]["7"]), R"({"z":[1],"a":{}})");
 }
 
 TEST(JsonFile, MessagesSayWhere) {

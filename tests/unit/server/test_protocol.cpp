@@ -3,64 +3,35 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
 #include <random>
 
 #include "server/answer_parts.hpp"
-#include "unit/temporary_folder.hpp"
+#include "unit/server/served_model.hpp"
 
 namespace kvzap::server {
 namespace {
 
 using Json = nlohmann::json;
-
-ServedModel served() {
-  const std::filesystem::path folder =
-      std::filesystem::path(KVZAP_SOURCE_DIR) / "inputs/models/recall-4m";
-  ServedModel model;
-  model.name = "recall";
-  model.tokenizer = Tokenizer::load(folder);
-  model.chat_template = ChatTemplate::detect(folder);
-  model.stop_ids = {1, 2};
-  model.vocabulary = 1024;
-  model.max_tokens = 4096;
-  model.pruning_of = [](const PruneWish& wish) {
-    Pruning pruning = Pruning::kvzap("surrogate");
-    pruning.mode = wish.prune.value_or(PruneMode::prefill);
-    pruning.amount.threshold = wish.threshold;
-    pruning.amount.keep_tokens = wish.keep_tokens;
-    pruning.amount.kv_bytes = wish.kv_bytes;
-    pruning.policy = wish.policy.value_or("");
-    if (wish.evict_ratio) throw BadRequest("kvzap.evict_ratio", "there is no budget");
-    return pruning;
-  };
-  model.page_format_of = [](const PruneWish& wish) {
-    return page_format_from_name(wish.kv_type.value_or("bf16"), DType::bf16);
-  };
-  return model;
-}
+using test::served;
+using test::served_with_tools;
+using test::text_of;
 
 Json message(const std::string& role, const Json& content) {
   return {{"role", role}, {"content", content}};
 }
 Json part(const std::string& text) { return {{"type", "text"}, {"text", text}}; }
 
-ApiRequest chat(const Json& body) { return parse_request(body.dump(), true, served()); }
-ApiRequest completion(const Json& body) { return parse_request(body.dump(), false, served()); }
-
-std::string text_of(const std::vector<Segment>& segments, const ServedModel& model) {
-  std::string text;
-  for (const Segment& segment : segments) text += model.tokenizer->decode(segment.tokens, false);
-  return text;
+ApiRequest chat(const Json& body) { return parse_request(body.dump(), Endpoint::chat, served()); }
+ApiRequest completion(const Json& body) {
+  return parse_request(body.dump(), Endpoint::completions, served());
 }
 
 TEST(Protocol, ChatHasDefaultsAndOptions) {
   Json body = {{"model", "recall"}, {"messages", {message("user", "What is 3?")}}};
   ApiRequest request = chat(body);
-  EXPECT_TRUE(request.is_chat);
+  EXPECT_TRUE(request.is_chat());
   EXPECT_FALSE(request.streams);
   EXPECT_EQ(request.generations.front().choices, 1);
   EXPECT_EQ(request.generations.front().top_logprobs, -1);
@@ -125,7 +96,7 @@ TEST(Protocol, CompletionsTakeListsOfPrompts) {
   const auto read = [&](const Json& fields) {
     Json body = {{"max_tokens", 8}};
     body.update(fields);
-    return parse_request(body.dump(), false, model);
+    return parse_request(body.dump(), Endpoint::completions, model);
   };
   const ApiRequest texts = read({{"prompt", {"one two", "three"}}, {"n", 3}, {"echo", true}});
   EXPECT_EQ(texts.prompts, 2);
@@ -156,7 +127,7 @@ TEST(Protocol, TheModelContinuesALastMessageOfTheAssistant) {
   const auto text_of = [&](const std::vector<Json>& messages) {
     const Json body = {{"messages", messages}};
     std::string text;
-    const ApiRequest request = parse_request(body.dump(), true, model);
+    const ApiRequest request = parse_request(body.dump(), Endpoint::chat, model);
     for (const Segment& segment : request.generations.front().prompt) {
       EXPECT_NE(segment.kind, Segment::Kind::generated);
       text += model.tokenizer->decode(segment.tokens, false);
@@ -193,7 +164,9 @@ TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
   const Json body = {{"prompt", "a"}};
   ServedModel model = served();
   const auto seed = [&] {
-    return parse_request(body.dump(), false, model).generations.front().sampling.seed;
+    return parse_request(body.dump(), Endpoint::completions, model)
+        .generations.front()
+        .sampling.seed;
   };
   EXPECT_NE(seed(), seed());
   model.has_seed = true;
@@ -242,7 +215,9 @@ TEST(Protocol, TextsBeyondTheContextAreRefusedBeforeTheyAreTokenized) {
     }
   };
   const auto ask = [&](const Json& body, bool is_chat) {
-    return [&model, text = body.dump(), is_chat] { parse_request(text, is_chat, model); };
+    return [&model, text = body.dump(), is_chat] {
+      parse_request(text, is_chat ? Endpoint::chat : Endpoint::completions, model);
+    };
   };
   refuse(ask({{"prompt", beyond}}, false), "prompt");
   refuse(ask({{"prompt", {"a", beyond}}}, false), "prompt[1]");
@@ -258,7 +233,7 @@ TEST(Protocol, BadRequestsNameTheirField) {
   const auto expect = [](const std::string& body, bool is_chat, const std::string& field,
                          const std::string& words) {
     try {
-      parse_request(body, is_chat, served());
+      parse_request(body, is_chat ? Endpoint::chat : Endpoint::completions, served());
       ADD_FAILURE() << body;
     } catch (const BadRequest& error) {
       EXPECT_EQ(error.field, field) << error.what();
@@ -387,23 +362,6 @@ TEST(Protocol, RulesForTokens) {
   EXPECT_EQ(chat(body).generations.front().stop_ids, (std::vector<TokenId>{7, 8}));
 }
 
-/// The model with the chat template of a family with tools and thoughts.
-ServedModel served_with_tools() {
-  const test::TemporaryFolder folder;
-  folder.write(
-      "chat_template.jinja",
-      "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
-      "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-      "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} "
-      "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-      "{% if add_generation_prompt %}<|im_start|>assistant\n"
-      "{% if enable_thinking %}<think>\n{% endif %}{% endif %}");
-  folder.write("tokenizer_config.json", "{}");
-  ServedModel model = served();
-  model.chat_template = ChatTemplate::detect(folder.path());
-  return model;
-}
-
 const char* const tool_body = R"({
   "messages": [{"role": "user", "content": "Time?"},
     {"role": "assistant", "content": null, "tool_calls": [{"id": "1", "type": "function",
@@ -414,7 +372,7 @@ const char* const tool_body = R"({
 
 TEST(Protocol, ToolsAreRenderedInTheirOrder) {
   const ServedModel model = served_with_tools();
-  const ApiRequest request = parse_request(std::string(tool_body) + "}", true, model);
+  const ApiRequest request = parse_request(std::string(tool_body) + "}", Endpoint::chat, model);
   EXPECT_EQ(text_of(request.generations.front().prompt, model),
             R"(<tools>{"type": "function", "function": {"name": "now", "parameters": )"
             R"({"type": "object", "properties": {"zone": {"type": "string"}, "a": {}}}}}</tools>)"
@@ -428,29 +386,29 @@ TEST(Protocol, ToolsAreRenderedInTheirOrder) {
   const ApiRequest thinking = parse_request(
       std::string(tool_body) +
           R"(, "parallel_tool_calls": false, "chat_template_kwargs": {"enable_thinking": true}})",
-      true, model);
+      Endpoint::chat, model);
   EXPECT_TRUE(thinking.format->begins_in_thoughts && thinking.format->calls_once);
   const ApiRequest none =
-      parse_request(std::string(tool_body) + R"(, "tool_choice": "none"})", true, model);
+      parse_request(std::string(tool_body) + R"(, "tool_choice": "none"})", Endpoint::chat, model);
   EXPECT_TRUE(none.format->tools.empty());
 }
 
 TEST(Protocol, RepliesHaveCallsAndThoughts) {
   const ServedModel model = served_with_tools();
-  const ApiRequest request = parse_request(std::string(tool_body) + "}", true, model);
+  const ApiRequest request = parse_request(std::string(tool_body) + "}", Endpoint::chat, model);
   Ending ending;
   ending.reason = EndReason::stop_id;
   const std::string text =
       R"(<think>Hm.</think><tool_call>{"name": "now", "arguments": {"a": 2}}</tool_call>)";
-  ReplyWriter writer(request, model, 7, 1700000000);
-  const Json whole = Json::parse(writer.body({{text, {}, ending}}))["choices"][0];
+  const auto writer = ReplyWriter::make(request, model, 7, 1700000000);
+  const Json whole = Json::parse(writer->body({{text, {}, ending}}))["choices"][0];
   EXPECT_EQ(whole["finish_reason"], "tool_calls");
   EXPECT_EQ(whole["message"], Json::parse(R"({"role": "assistant", "content": null,
     "reasoning_content": "Hm.", "tool_calls": [{"id": "call-chatcmpl-7-0-0", "type": "function",
       "function": {"name": "now", "arguments": "{\"a\":2}"}}]})"));
   std::string stream;
-  for (const char c : text) stream += writer.piece(0, std::string(1, c), {});
-  stream += writer.end(0, ending);
+  for (const char c : text) stream += writer->piece(0, std::string(1, c), {});
+  stream += writer->end(0, ending);
   std::string thoughts;
   Json calls = Json::array(), reasons = Json::array();
   for (std::size_t at = 0, next; (next = stream.find("\n\n", at)) != stream.npos; at = next + 2) {
@@ -552,7 +510,7 @@ TEST(Protocol, AnswersEndBeforeAStopText) {
 TEST(Protocol, RepliesAreThoseOfOpenAi) {
   const ServedModel model = served();
   const ApiRequest request = chat({{"messages", {message("user", "x")}}, {"logprobs", true}});
-  ReplyWriter writer(request, model, 12, 1700000000);
+  const auto writer = ReplyWriter::make(request, model, 12, 1700000000);
   Ending ending;
   ending.reason = EndReason::max_new_tokens;
   ending.prompt_tokens = 9;
@@ -563,7 +521,7 @@ TEST(Protocol, RepliesAreThoseOfOpenAi) {
   ending.full_kv_bytes = 200;
   const float infinite = -std::numeric_limits<float>::infinity();
   const Json whole =
-      Json::parse(writer.body({{"hi \xff", {{5, -0.5F, {{5, -0.5F}, {6, infinite}}}}, ending}}));
+      Json::parse(writer->body({{"hi \xff", {{5, -0.5F, {{5, -0.5F}, {6, infinite}}}}, ending}}));
   EXPECT_EQ(whole["object"], "chat.completion");
   EXPECT_EQ(whole["id"], "chatcmpl-12");
   EXPECT_EQ(whole["choices"][0]["message"]["role"], "assistant");
@@ -577,25 +535,25 @@ TEST(Protocol, RepliesAreThoseOfOpenAi) {
     EXPECT_EQ(text.substr(text.size() - 2), "\n\n");
     return Json::parse(text.substr(6));
   };
-  EXPECT_EQ(event(writer.begin(0))["choices"][0]["delta"]["role"], "assistant");
-  EXPECT_EQ(event(writer.piece(0, "hi", {}))["choices"][0]["delta"]["content"], "hi");
+  EXPECT_EQ(event(writer->begin(0))["choices"][0]["delta"]["role"], "assistant");
+  EXPECT_EQ(event(writer->piece(0, "hi", {}))["choices"][0]["delta"]["content"], "hi");
   ending.reason = EndReason::cut;
-  EXPECT_EQ(event(writer.end(0, ending))["choices"][0]["finish_reason"], "stop");
-  EXPECT_TRUE(event(writer.usage({ending}))["choices"].empty());
+  EXPECT_EQ(event(writer->end(0, ending))["choices"][0]["finish_reason"], "stop");
+  EXPECT_EQ(writer->finish({ending}), "data: [DONE]\n\n");
   const Json error = Json::parse(error_body("bad\n\x1b", "invalid_request_error", "n"));
   EXPECT_EQ(error["error"]["param"], "n");
   EXPECT_EQ(error["error"]["message"].get<std::string>().find('\x1b'), std::string::npos);
   // A prompt's tokens count once for all answers to it.
   const ApiRequest several =
       completion({{"prompt", {"a", "b"}}, {"n", 2}, {"echo", true}, {"max_tokens", 4}});
-  ReplyWriter all(several, model, 13, 1700000000);
+  const auto all = ReplyWriter::make(several, model, 13, 1700000000);
   std::vector<ReplyWriter::Whole> answers(4, {" x", {}, ending});
   for (std::size_t i = 2; i < 4; ++i) answers[i].ending.prompt_tokens = 20;
-  const Json replied = Json::parse(all.body(answers));
+  const Json replied = Json::parse(all->body(answers));
   for (int i = 0; i < 4; ++i) {
     EXPECT_EQ(replied["choices"][i]["index"], i);
     EXPECT_EQ(replied["choices"][i]["text"], i < 2 ? "a x" : "b x");
-    EXPECT_EQ(event(all.begin(i))["choices"][0]["text"], i < 2 ? "a" : "b");
+    EXPECT_EQ(event(all->begin(i))["choices"][0]["text"], i < 2 ? "a" : "b");
   }
   EXPECT_EQ(replied["usage"]["prompt_tokens"], 29);
   EXPECT_EQ(replied["usage"]["completion_tokens"], 8);

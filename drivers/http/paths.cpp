@@ -1,0 +1,85 @@
+#include "http/paths.hpp"
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "files/nearest.hpp"
+
+namespace kvzap::driver {
+namespace {
+
+using server::Endpoint;
+using Methods = Path::Methods;
+
+const std::vector<Path>& paths() {
+  static const std::vector<Path> all = {
+      {"/", Methods::get, false, {}, true},
+      {"/health", Methods::get, false, {}, true},
+      {"/metrics"},
+      {"/v1/models"},
+      {one_model, Methods::get, true},
+      {"/kvzap/status"},
+      {"/v1/chat/completions", Methods::post, false, Endpoint::chat},
+      {"/v1/completions", Methods::post, false, Endpoint::completions},
+      {"/v1/responses", Methods::post, false, Endpoint::responses},
+      {one_response, Methods::get_and_delete, true},
+      {"/v1/messages", Methods::post, false, Endpoint::messages},
+      {"/v1/messages/count_tokens", Methods::post},
+      {"/tokenize", Methods::post},
+      {"/detokenize", Methods::post}};
+  return all;
+}
+
+}  // namespace
+
+bool Path::takes(std::string_view method) const {
+  if (posts()) return method == "POST";
+  return method == "GET" || method == "HEAD" ||
+         (method == "DELETE" && methods == Methods::get_and_delete);
+}
+
+const char* Path::allowed() const {
+  return posts() ? "POST" : methods == Methods::get ? "GET, HEAD" : "GET, HEAD, DELETE";
+}
+
+const Path* path_of(const std::string& path) {
+  for (const Path& one : paths()) {
+    const bool fits = one.ends_with_name ? path.rfind(one.name, 0) == 0 : path == one.name;
+    if (fits) return &one;
+  }
+  return nullptr;
+}
+
+std::string meant_path(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  static const std::map<std::string, std::string> others = {
+      {"/api/chat", "/v1/chat/completions"},  // Ollama
+      {"/api/generate", "/v1/completions"},
+      {"/api/tags", "/v1/models"},
+      {"/completion", "/v1/completions"},  // llama.cpp
+      // A client of Anthropic's protocol whose base URL ends with /v1.
+      {"/v1/v1/messages", "/v1/messages"}};
+  if (const auto found = others.find(path); found != others.end()) return found->second;
+  const auto is_known = [](const std::string& name) {
+    return std::any_of(paths().begin(), paths().end(),
+                       [&](const Path& one) { return one.name == name; });
+  };
+  for (const std::string& known : {path, "/v1" + path}) {
+    if (is_known(known)) return known;
+  }
+  constexpr std::size_t longest = 64, most_edits = 3;
+  for (const Path& known : paths()) {
+    if (known.name.size() <= 2 * most_edits || path.size() > longest) continue;
+    if (files::edit_distance(path, known.name) <= most_edits) return known.name;
+  }
+  return {};
+}
+
+bool is_messages_path(const std::string& path) {
+  const std::string name = "/v1/messages";
+  return path.compare(0, name.size(), name) == 0 &&
+         (path.size() == name.size() || path[name.size()] == '/');
+}
+
+}  // namespace kvzap::driver

@@ -1,0 +1,196 @@
+"""kvzap serve with the official clients for Python. A client that is not installed is skipped."""
+import unittest
+
+from harness import CASES, PATIENCE
+from test_serve import ASK, SharedServerTest
+from test_serve_protocols import CALLING, DOCUMENT, PARAMETERS, ToolsTest
+
+try:
+    import anthropic
+except ImportError:
+    anthropic = None
+try:
+    import openai
+except ImportError:
+    openai = None
+
+CASE = CASES[0]
+
+
+@unittest.skipUnless(openai, "needs openai's client")
+class OpenAI(SharedServerTest):
+    """OpenAI's own client for Python."""
+
+    def setUp(self):
+        super().setUp()
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.server.port}/v1", api_key="x", timeout=PATIENCE,
+                                    max_retries=0)
+        self.addCleanup(self.client.close)
+        self.ask = {"model": "recall-4m", "messages": ASK["messages"], "temperature": 0, "max_tokens": 24}
+
+    def test_models(self):
+        self.assertEqual([model.id for model in self.client.models.list()], ["recall-4m"])
+        self.assertEqual(self.client.models.retrieve("recall-4m").id, "recall-4m")
+        with self.assertRaisesRegex(openai.NotFoundError, "the model is 'a/b'; expected 'recall-4m'"):
+            self.client.models.retrieve("a/b")
+
+    def test_chat(self):
+        reply = self.client.chat.completions.create(**self.ask, logprobs=True, top_logprobs=2)
+        self.assertEqual(reply.choices[0].message.content, CASE["expected"])
+        self.assertEqual((reply.object, reply.choices[0].finish_reason), ("chat.completion", "stop"))
+        self.assertEqual(reply.usage.total_tokens, reply.usage.prompt_tokens + reply.usage.completion_tokens)
+        self.assertGreater(reply.kvzap["evict_ratio"], 0)
+        self.assertEqual(len(reply.choices[0].logprobs.content[0].top_logprobs), 2)
+        full = self.client.chat.completions.create(**self.ask, extra_body={"kvzap": {"prune": "none"}})
+        self.assertEqual(full.kvzap["evict_ratio"], 0)
+
+    def test_chat_in_a_stream(self):
+        chunks = list(self.client.chat.completions.create(**self.ask, stream=True, n=2,
+                                                          stream_options={"include_usage": True}))
+        for index in range(2):
+            pieces = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+            self.assertEqual("".join(piece.delta.content or "" for piece in pieces), CASE["expected"])
+            self.assertEqual(pieces[-1].finish_reason, "stop")
+        self.assertGreater(chunks[-1].usage.prompt_tokens_details.cached_tokens, -1)
+        self.assertGreater(chunks[-1].usage.completion_tokens, 0)
+
+    def test_leaving(self):
+        stream = self.client.chat.completions.create(**{**self.ask, "max_tokens": 3000}, stream=True,
+                                                     extra_body={"ignore_eos": True})
+        next(iter(stream))
+        stream.close()
+        self.server.wait_until_idle()
+
+    def test_completions(self):
+        reply = self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5, temperature=0)
+        chunks = list(self.client.completions.create(model="recall-4m", prompt=CASE["context"], max_tokens=5,
+                                                     temperature=0, stream=True))
+        self.assertEqual("".join(chunk.choices[0].text for chunk in chunks), reply.choices[0].text)
+        self.assertEqual(reply.object, "text_completion")
+        two = self.client.completions.create(model="recall-4m", prompt=[CASE["context"], "The sky"], max_tokens=5,
+                                             temperature=0)
+        self.assertEqual([choice.index for choice in two.choices], [0, 1])
+        self.assertEqual(two.choices[0].text, reply.choices[0].text)
+
+    def test_errors(self):
+        with self.assertRaises(openai.BadRequestError) as caught:
+            self.client.chat.completions.create(**{**self.ask, "max_tokens": -2})
+        self.assertEqual((caught.exception.param, caught.exception.status_code), ("max_tokens", 400))
+        with self.assertRaises(openai.NotFoundError):
+            self.client.embeddings.create(model="recall-4m", input="x")
+
+
+@unittest.skipUnless(openai, "needs openai's client")
+class OpenAIResponses(ToolsTest):
+    """The same client's calls of /v1/responses."""
+
+    TOOLS = [{"type": "function", "name": "now", "parameters": PARAMETERS, "strict": False}]
+
+    def setUp(self):
+        super().setUp()
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.server.port}/v1", api_key="x", timeout=PATIENCE,
+                                    max_retries=0)
+        self.addCleanup(self.client.close)
+        parts = [{**part, "type": "input_text"} for part in DOCUMENT]
+        self.ask = {"model": "recall-4m", "input": [{"role": "user", "content": parts}], "temperature": 0,
+                    "max_output_tokens": 24}
+
+    def test_text(self):
+        first = self.client.responses.create(**self.ask)
+        self.assertEqual((first.output_text, first.status), (CASE["expected"], "completed"))
+        self.assertEqual(self.client.responses.retrieve(first.id).output_text, first.output_text)
+        second = self.client.responses.create(model="recall-4m", input="And now?", previous_response_id=first.id,
+                                              max_output_tokens=4)
+        self.assertGreater(second.usage.input_tokens, first.usage.input_tokens)
+        self.client.responses.delete(first.id)
+        with self.assertRaises(openai.NotFoundError):
+            self.client.responses.retrieve(first.id)
+
+    def test_stream(self):
+        events = list(self.client.responses.create(**self.ask, stream=True))
+        self.assertEqual("".join(event.delta for event in events if event.type == "response.output_text.delta"),
+                         CASE["expected"])
+        self.assertEqual(events[-1].response.output_text, CASE["expected"])
+        with self.client.responses.stream(**self.ask) as stream:
+            self.assertEqual(stream.get_final_response().output_text, CASE["expected"])
+
+    def test_tools(self):
+        ask = {"model": "recall-4m", "tools": self.TOOLS, "max_output_tokens": 1,
+               "extra_body": {"logit_bias": CALLING["logit_bias"]}}
+        items = [{"role": "user", "content": "Time?"}]
+        first = self.client.responses.create(**ask, input=items)
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        self.assertEqual((call.name, call.arguments), ("now", '{"zone":"UTC"}'))
+        items += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+        self.assertGreater(self.client.responses.create(**ask, input=items).usage.input_tokens,
+                           first.usage.input_tokens)
+        events = list(self.client.responses.create(**ask, input="Time?", stream=True))
+        (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+        self.assertEqual(done.arguments, call.arguments)
+
+    def test_errors(self):
+        with self.assertRaises(openai.BadRequestError) as caught:
+            self.client.responses.create(**{**self.ask, "max_output_tokens": -2})
+        self.assertEqual(caught.exception.param, "max_output_tokens")
+        with self.assertRaises(openai.NotFoundError) as caught:
+            self.client.responses.create(**{**self.ask, "model": "other"})
+        self.assertEqual(caught.exception.code, "model_not_found")
+
+
+@unittest.skipUnless(anthropic, "needs anthropic's client")
+class Anthropic(ToolsTest):
+    """Anthropic's own client for Python."""
+
+    TOOLS = [{"name": "now", "description": "The time", "input_schema": PARAMETERS}]
+
+    def setUp(self):
+        super().setUp()
+        self.client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{self.server.port}", api_key="x",
+                                          timeout=PATIENCE, max_retries=0)
+        self.addCleanup(self.client.close)
+        # Later versions of the client have no argument for the temperature.
+        self.ask = {"model": "recall-4m", "messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": 24,
+                    "extra_body": {"temperature": 0}}
+
+    def test_text(self):
+        reply = self.client.messages.create(**self.ask, system="Be brief.", stop_sequences=["zzz"])
+        self.assertEqual((reply.type, reply.stop_reason), ("message", "end_turn"))
+        reply = self.client.messages.create(**self.ask)
+        self.assertEqual([block.text for block in reply.content], [CASE["expected"]])
+        counted = self.client.messages.count_tokens(model="recall-4m", messages=self.ask["messages"])
+        self.assertEqual(counted.input_tokens, reply.usage.input_tokens + reply.usage.cache_read_input_tokens)
+
+    def test_stream(self):
+        with self.client.messages.stream(**self.ask) as stream:
+            self.assertEqual("".join(stream.text_stream), CASE["expected"])
+            reply = stream.get_final_message()
+        self.assertEqual((reply.content[0].text, reply.stop_reason), (CASE["expected"], "end_turn"))
+        self.assertGreater(reply.usage.input_tokens + reply.usage.cache_read_input_tokens, 300)
+        events = list(self.client.messages.create(**self.ask, stream=True))
+        self.assertEqual((events[0].type, events[-1].type), ("message_start", "message_stop"))
+
+    def test_tools(self):
+        ask = {"model": "recall-4m", "tools": self.TOOLS, "max_tokens": 1, "extra_body": CALLING}
+        turns = [{"role": "user", "content": "Time?"}]
+        reply = self.client.messages.create(**ask, messages=turns)
+        self.assertEqual([block.type for block in reply.content], ["thinking", "text", "tool_use"])
+        self.assertEqual((reply.content[2].name, reply.content[2].input), ("now", {"zone": "UTC"}))
+        with self.client.messages.stream(**ask, messages=turns) as stream:
+            streamed = stream.get_final_message()
+        self.assertEqual(streamed.content[2].input, {"zone": "UTC"})
+        self.assertEqual(streamed.stop_reason, "tool_use")
+        turns += [{"role": "assistant", "content": reply.content},
+                  {"role": "user", "content": [{"type": "tool_result", "tool_use_id": reply.content[2].id, "content": "5"}]}]
+        self.assertGreater(self.client.messages.create(**ask, messages=turns).usage.input_tokens, 0)
+
+    def test_errors(self):
+        with self.assertRaisesRegex(anthropic.BadRequestError, "max_tokens is 0"):
+            self.client.messages.create(**{**self.ask, "max_tokens": 0})
+        with self.assertRaisesRegex(anthropic.NotFoundError, "expected 'recall-4m'"):
+            self.client.messages.create(**{**self.ask, "model": "other"})
+        with self.assertRaisesRegex(anthropic.BadRequestError, "tool_choice is not supported"):
+            self.client.messages.create(**self.ask, tools=self.TOOLS, tool_choice={"type": "any"})
+
+
+if __name__ == "__main__":
+    unittest.main()

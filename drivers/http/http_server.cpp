@@ -308,8 +308,10 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
     if (request.path == "/tokenize") return json(server::tokenize(body, *m_model));
     if (request.path == "/detokenize") return json(server::detokenize(body, *m_model));
     const bool is_chat = request.path == "/v1/chat/completions";
+    server::ApiRequest parsed = server::parse_request(body, is_chat, *m_model);
+    for (auto& generation : parsed.generations) generation.client = m_access.client_of(request);
     auto made = std::make_shared<Answering>(
-        server::parse_request(body, is_chat, *m_model), *m_model, m_listener.executor(), m_drains,
+        std::move(parsed), *m_model, m_listener.executor(), m_drains,
         [this](const Answering& ended, int status, const std::string& what) {
           log_end(ended, status, what);
         });

@@ -20,10 +20,13 @@ constexpr double most_guesses = 20, guess_rate = 0.2;
 // Addresses whose guesses are counted.
 constexpr std::size_t counted_addresses = 4096;
 
-/// The key that a request names; "": none.
-std::string key_in(const Request& request) {
+/// Returns the key that a request gives, or nothing.
+std::optional<std::string> given_key(const Request& request) {
   const std::string& given = request.field("authorization");
-  if (given.empty()) return request.field("x-api-key");
+  if (given.empty()) {
+    const std::string& key = request.field("x-api-key");
+    return key.empty() ? std::nullopt : std::optional(key);
+  }
   const std::string scheme = "bearer ";
   if (files::lower_case(given.substr(0, scheme.size())) != scheme) return {};
   return given.substr(given.find_first_not_of(' ', scheme.size() - 1));
@@ -81,6 +84,22 @@ std::optional<Reply> Access::judge_names(const Request& request) const {
   return {};
 }
 
+/// Returns the place of a key among those of the server, or their number. Compares all.
+std::size_t Access::find_key(const std::string& key) const {
+  std::size_t found = m_keys.size();
+  for (std::size_t i = 0; i < m_keys.size(); ++i) {
+    if (equal_in_constant_time(m_keys[i], key)) found = i;
+  }
+  return found;
+}
+
+std::string Access::client_of(const Request& request) const {
+  const auto key = given_key(request);
+  const std::size_t place = key ? find_key(*key) : m_keys.size();
+  if (place < m_keys.size()) return fmt::format("key {}", place);
+  return network_of(request.client);
+}
+
 std::optional<Reply> Access::judge_key(const Request& request) {
   if (m_keys.empty()) return {};
   const auto refusal = [] {
@@ -92,12 +111,10 @@ std::optional<Reply> Access::judge_key(const Request& request) {
     reply.fields["WWW-Authenticate"] = "Bearer";
     return reply;
   };
-  const std::string key = key_in(request);
-  if (key.empty()) return refusal();
-  bool is_one = false;
-  for (const std::string& one : m_keys) is_one = equal_in_constant_time(one, key) || is_one;
+  const auto key = given_key(request);
+  if (!key) return refusal();
   // Guesses from an address do not lock out its other clients.
-  if (is_one) return {};
+  if (find_key(*key) < m_keys.size()) return {};
   const auto now = base::Clock::now();
   Guesses& guesses = m_guesses.get(network_of(request.client), [&] {
     return Guesses{most_guesses, now};

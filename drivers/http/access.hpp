@@ -13,7 +13,7 @@
 
 namespace kvzap::driver {
 
-/// Not thread-safe.
+/// Not thread-safe, except for `client_of`.
 class Access {
  public:
   /// `host`: the name that the server listens on. `is_loopback`: that this is an address of this
@@ -28,6 +28,9 @@ class Access {
   std::optional<Reply> judge_names(const Request& request) const;
   /// Judges the key of a request. Too many wrong keys from one address get 429; a right key passes.
   std::optional<Reply> judge_key(const Request& request);
+  /// Returns whose request it is: the number of its key, or, without a right one, the client's
+  /// address (with IPv6: its network). From any thread.
+  std::string client_of(const Request& request) const;
 
  private:
   /// The wrong keys that an address may still send.
@@ -37,6 +40,7 @@ class Access {
   };
 
   bool is_allowed(const std::string& name) const;
+  std::size_t find_key(const std::string& key) const;
 
   std::vector<std::string> m_keys;
   std::string m_host;

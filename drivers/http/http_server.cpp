@@ -290,8 +290,10 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
     if (request.path == "/detokenize") return json(server::detokenize(body, *m_model));
     const auto endpoint = path_of(request.path)->endpoint;
     if (!endpoint) return json(server::count_tokens(body, *m_model));
+    server::ApiRequest parsed = server::parse_request(body, *endpoint, *m_model);
+    for (auto& generation : parsed.generations) generation.client = m_access.client_of(request);
     auto made = std::make_shared<Answering>(
-        server::parse_request(body, *endpoint, *m_model), *m_model, m_listener.executor(), m_drains,
+        std::move(parsed), *m_model, m_listener.executor(), m_drains,
         [this](const Answering& ended, int status, const std::string& what) {
           log_end(ended, status, what);
         });

@@ -75,7 +75,7 @@ SchedulerCounts Scheduler::counts() const { return m_impl->counts(); }
 std::vector<SequenceStatus> Scheduler::sequences() const { return m_impl->sequences(); }
 
 Scheduler::Impl::Impl(Executor& executor, const SchedulerOptions& options)
-    : m_executor(executor), m_options(options) {
+    : m_executor(executor), m_options(options), m_order(options.max_batch_tokens) {
   const auto check_count = [](const char* name, std::int64_t value) {
     if (value < 1) throw Error(fmt::format("{} is {}; expected at least 1", name, value));
   };
@@ -124,26 +124,40 @@ std::vector<std::shared_ptr<Scheduler::Ticket>> Scheduler::Impl::submit(
   std::vector<std::shared_ptr<Ticket>> tickets;
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
-    const bool is_ending = m_is_draining || m_is_stopping;
-    const auto count = static_cast<std::int64_t>(jobs.size());
-    if (is_ending || m_queued + count > m_options.max_queue) {
+    try {
+      check_room(jobs);
+    } catch (const QueueFull&) {
       ++m_counts.refused;
-      throw QueueFull(
-          is_ending ? "the server is shutting down"
-          : count == 1
-              ? fmt::format("the queue is full with {}", files::counted(m_queued, "request"))
-              : fmt::format("the queue has {} requests and no room for {} more", m_queued, count));
+      throw;
     }
+    m_queued += static_cast<std::int64_t>(jobs.size());
+    m_counts.waiting += static_cast<std::int64_t>(jobs.size());
     for (std::shared_ptr<Job>& job : jobs) {
+      ++m_queued_of[job->request.client];
       job->ticket->m_id = m_next_request++;
       tickets.push_back(job->ticket);
       m_submitted.push_back(std::move(job));
     }
-    m_queued += count;
-    m_counts.waiting += count;
   }
   wake();
   return tickets;
+}
+
+/// Throws QueueFull if the queue has no room for requests of a client. Needs the mutex.
+void Scheduler::Impl::check_room(const std::vector<std::shared_ptr<Job>>& jobs) const {
+  if (m_is_draining || m_is_stopping) throw QueueFull("the server is shutting down");
+  // Requests for which there are places begin with the next step.
+  std::int64_t most =
+      m_options.max_queue + std::max<std::int64_t>(0, m_options.max_sequences - m_counts.running);
+  // One client cannot keep the others out of the queue.
+  const bool is_others = m_queued > 0 && m_queued_of.count(jobs.front()->request.client) == 0;
+  if (is_others) most += std::max<std::int64_t>(1, m_options.max_queue / 8);
+  const auto count = static_cast<std::int64_t>(jobs.size());
+  if (m_queued + count <= most) return;
+  throw QueueFull(
+      count == 1
+          ? fmt::format("the queue is full with {}", files::counted(m_queued, "request"))
+          : fmt::format("the queue has {} requests and no room for {} more", m_queued, count));
 }
 
 void Scheduler::Impl::note_cancelled() {
@@ -242,8 +256,10 @@ void Scheduler::Impl::take_submitted() {
       fail(*job, error.what(), false);
       continue;
     }
+    job->share = m_shares.of(job->request.client);
     auto sequence = std::make_unique<Sequence>();
     sequence->job = std::move(job);
+    estimate(*sequence);
     m_waiting.push_back(std::move(sequence));
   }
 }
@@ -269,11 +285,15 @@ void Scheduler::Impl::take_cancelled() {
 
 /// Call it when the first sequence of a job runs, or none ever will. Needs the mutex.
 void Scheduler::Impl::leave_queue(Job& job) {
-  if (!std::exchange(job.has_run, true)) --m_queued;
+  if (std::exchange(job.has_run, true)) return;
+  --m_queued;
+  const auto own = m_queued_of.find(job.request.client);
+  if (--own->second == 0) m_queued_of.erase(own);
 }
 
 /// Puts a sequence before those that arrived later.
 void Scheduler::Impl::back_to_queue(std::unique_ptr<Sequence> sequence) {
+  estimate(*sequence);
   const auto place = std::find_if(m_waiting.begin(), m_waiting.end(), [&](const auto& other) {
     return other->job->ticket->id() > sequence->job->ticket->id();
   });

@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <deque>
 #include <kvzap/server/scheduler.hpp>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "server/plan.hpp"
+#include "server/prefill_order.hpp"
 #include "server/prefix_tree.hpp"
 #include "server/sequence.hpp"
 
@@ -47,6 +49,7 @@ class Scheduler::Impl {
   void take_submitted();
   void prepare(Job& job) const;
   void leave_queue(Job& job);
+  void check_room(const std::vector<std::shared_ptr<Job>>& jobs) const;
   void back_to_queue(std::unique_ptr<Sequence> sequence);
   void fail(Job& job, const std::string& what, bool is_servers);
   void drop_dead();
@@ -59,6 +62,12 @@ class Scheduler::Impl {
   // Plans.
   std::vector<PageFormat> formats_by_turn() const;
   Plan make_plan(const PageFormat& format, std::vector<Sequence*>& in_step);
+  void estimate(Sequence& sequence);
+  bool is_short(const Sequence& sequence) const { return m_order.is_short(sequence.to_read); }
+  std::vector<Reader> readers_of(const PageFormat& format, Sequence*& oldest);
+  void add_prompts(const PageFormat& format, std::int64_t rows, Plan& plan,
+                   std::vector<Sequence*>& in_step);
+  bool admit(Sequence& sequence, Plan& plan);
   bool add_span(Sequence& sequence, Room& room, Plan& plan);
   void add_answer_span(Sequence& sequence, Room& room, Plan& plan);
   PrefixTree::Found best_start(const Job& job);
@@ -92,6 +101,8 @@ class Scheduler::Impl {
   Executor& m_executor;
   SchedulerOptions m_options;
   PrefixTree m_tree;
+  PrefillOrder m_order;
+  ClientShares m_shares;
   Sequences m_running;                              // in order of admission
   std::deque<std::unique_ptr<Sequence>> m_waiting;  // in order of arrival
   Sequences m_ended;
@@ -107,7 +118,8 @@ class Scheduler::Impl {
   std::condition_variable m_work;
   std::deque<std::shared_ptr<Job>> m_submitted;
   std::int64_t m_next_request = 1;
-  std::int64_t m_queued = 0;  // requests without a running sequence
+  std::int64_t m_queued = 0;                        // requests without a running sequence
+  std::map<std::string, std::int64_t> m_queued_of;  // of each client
   bool m_is_draining = false;
   bool m_is_stopping = false;
   bool m_has_cancelled = false;

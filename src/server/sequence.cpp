@@ -80,6 +80,11 @@ const std::vector<TokenId>& Sequence::answered() const {
   return said ? said->tokens() : none;
 }
 
+std::int64_t Sequence::left_to_read() const {
+  if (handle < 0) return to_read;
+  return prompt_left() + static_cast<std::int64_t>(answered().size() - fed);
+}
+
 void Sequence::rewind() {
   handle = -1;
   key.clear();

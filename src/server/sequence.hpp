@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "server/prefill_order.hpp"
 #include "server/prefix_tree.hpp"
 
 namespace kvzap::server {
@@ -30,6 +31,7 @@ struct Job {
   std::shared_ptr<Listener> listener;
   std::shared_ptr<Scheduler::Ticket> ticket;
   Executor::Traits traits;
+  std::shared_ptr<ClientShare> share;
   std::int64_t prompt_tokens = 0;
   PrefixKey key;               // of the whole prompt
   std::int64_t key_begin = 0;  // its elements before those of the first segment
@@ -54,6 +56,8 @@ struct Sequence {
   std::size_t offset = 0;
   std::optional<Continuation> said;  // the answer, once it has begun
   std::size_t fed = 0;               // tokens of the answer that have run
+  std::int64_t to_read = 0;          // tokens outside kept states; an estimate while it waits
+  int passed_over = 0;               // steps of others while it was the oldest and got no rows
   bool has_ended = false;
   EndReason reason = EndReason::stop_id;
   double evict_ratio = 0;
@@ -66,6 +70,8 @@ struct Sequence {
   /// Whether the next step yields a new token.
   bool is_decoding() const { return is_prompt_run() && fed + 1 == answered().size(); }
   std::int64_t prompt_left() const { return is_prompt_run() ? 0 : job->prompt_tokens - tokens; }
+  /// Tokens that run before the next new token.
+  std::int64_t left_to_read() const;
 
   /// Number of tokens of a segment that were not, or will not be, taken from a kept state.
   std::int64_t fresh_tokens(std::size_t segment_index) const;

@@ -15,8 +15,10 @@ constexpr std::int64_t kept_every_tokens = 4096;
 // A beginning that prompts share within a context is cut from a kept state if this saves as many
 // tokens. A context with fewer new tokens leaves no state for it.
 constexpr std::int64_t least_shared_tokens = 128;
-// The number of waiting sequences that may overtake others, which wait for a shared prefix.
+// Waiting sequences that a plan tries to begin: each is compared with kept states.
 constexpr std::size_t looked_at = 64;
+// Steps after which the oldest prompt without rows is first, and after which no other begins.
+constexpr int first_after = 3, alone_after = 64;
 
 StepOutput output_of(const GenerationRequest& request) {
   const bool needs_logits = !request.sampling.is_plain() || request.top_logprobs >= 0;
@@ -79,11 +81,15 @@ std::int64_t Scheduler::Impl::bytes_to_come(const Sequence& sequence) const {
          (sequence.handle < 0 ? static_cast<std::int64_t>(engine.bytes_per_sequence()) : 0);
 }
 
-/// Whether the memory is expected to hold a sequence beside the running ones.
+/// Whether the memory is expected to hold a sequence beside the running ones. A short prompt does
+/// not wait for memory that long ones will take later.
 bool Scheduler::Impl::is_admitted(const Sequence& sequence) const {
   if (m_running.empty() || m_executor.engine().options().kv_limit == 0) return true;
   std::int64_t wanted = bytes_to_come(sequence);
-  for (const auto& other : m_running) wanted += bytes_to_come(*other);
+  for (const auto& other : m_running) {
+    const bool is_later = !other->is_prompt_run() && !is_short(*other);
+    if (!is_later || !is_short(sequence)) wanted += bytes_to_come(*other);
+  }
   return static_cast<std::int64_t>(m_executor.engines().free_bytes()) >= wanted;
 }
 
@@ -107,9 +113,11 @@ bool Scheduler::Impl::waits_for_prefix(const Sequence& sequence) {
       place += key_length(prompt[s]);
       if (place <= has_run) continue;
       if (place > common) {
-        // An older prompt runs first in any case.
+        // A short beginning is not worth the wait for a long context.
+        const std::int64_t saved = common - there;
         const bool is_older = other->job->ticket->id() < sequence.job->ticket->id();
-        return is_older && common - there >= least_shared_tokens && leaves_whole_state(*other, s);
+        return is_older && saved >= least_shared_tokens && place - has_run <= 2 * saved &&
+               leaves_whole_state(*other, s);
       }
       if (prompt[s].kind == Segment::Kind::context && place > there) return true;
     }
@@ -146,8 +154,11 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
   if (own == m_executor.standard()) own.reset();
   plan.creates.push_back({sequence.handle, found.state, std::move(own), sequence.page_format(),
                           found.is_cut ? sequence.tokens : -1});
+  sequence.to_read =
+      job.prompt_tokens - sequence.cached + static_cast<std::int64_t>(sequence.answered().size());
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.cached_tokens += sequence.cached;
+  ++m_counts.running;
   leave_queue(*sequence.job);
   return true;
 }
@@ -254,7 +265,7 @@ std::vector<PageFormat> Scheduler::Impl::formats_by_turn() const {
     }
   };
   for (const auto& sequence : m_running) add(*sequence);
-  for (std::size_t i = 0; i < std::min(m_waiting.size(), looked_at); ++i) add(*m_waiting[i]);
+  for (const auto& sequence : m_waiting) add(*sequence);
   if (formats.empty()) formats.push_back(m_turn);
   // Behind the one of the last step.
   const auto number = [](const PageFormat& f) { return std::make_pair(f.keys, f.values); };
@@ -267,6 +278,97 @@ std::vector<PageFormat> Scheduler::Impl::formats_by_turn() const {
   return formats;
 }
 
+/// Estimates how much a waiting sequence has to read.
+void Scheduler::Impl::estimate(Sequence& sequence) {
+  const Job& job = *sequence.job;
+  const PrefixTree::Found found = best_start(job);
+  const std::int64_t cached = found.state < 0 ? 0 : found.length - job.key_begin;
+  sequence.to_read = std::max<std::int64_t>(1, job.prompt_tokens - cached) +
+                     static_cast<std::int64_t>(sequence.answered().size());
+}
+
+/// Returns the prompts of a format that may get rows, in the order in which they get them. Sets
+/// `oldest` to the oldest one that does not wait for a shared prefix.
+std::vector<Reader> Scheduler::Impl::readers_of(const PageFormat& format, Sequence*& oldest) {
+  std::vector<Reader> readers;
+  const auto add = [&](Sequence& sequence) {
+    if (sequence.page_format() != format) return;
+    const Job& job = *sequence.job;
+    readers.push_back({&sequence, job.ticket->id(), sequence.to_read, sequence.left_to_read(),
+                       job.share->served});
+  };
+  for (const auto& sequence : m_running) {
+    if (!sequence->is_decoding()) add(*sequence);
+  }
+  if (!m_is_full) {
+    for (const auto& sequence : m_waiting) add(*sequence);
+  }
+  std::sort(readers.begin(), readers.end(),
+            [](const Reader& a, const Reader& b) { return a.id < b.id; });
+  const auto found = std::find_if(
+      readers.begin(),
+      readers.begin() + static_cast<std::ptrdiff_t>(std::min(readers.size(), looked_at)),
+      [&](const Reader& one) {
+        return one.sequence->handle >= 0 || !waits_for_prefix(*one.sequence);
+      });
+  oldest = found == readers.end() ? nullptr : found->sequence;
+  if (oldest) found->is_first = oldest->passed_over >= first_after;
+  m_order.sort(readers);
+  return readers;
+}
+
+/// Begins a waiting sequence, if it has a place and memory. A short prompt may take the place of a
+/// long one that is being read: that one pauses and keeps its state.
+bool Scheduler::Impl::admit(Sequence& sequence, Plan& plan) {
+  const std::int64_t places = m_options.max_sequences * (is_short(sequence) ? 2 : 1);
+  if (static_cast<std::int64_t>(m_running.size()) >= places) return false;
+  const bool is_barred = std::any_of(m_waiting.begin(), m_waiting.end(), [&](const auto& other) {
+    return other.get() != &sequence && other->passed_over >= alone_after;
+  });
+  if (is_barred || !begin(sequence, plan)) return false;
+  const auto place = std::find_if(m_waiting.begin(), m_waiting.end(),
+                                  [&](const auto& other) { return other.get() == &sequence; });
+  m_running.push_back(std::move(*place));
+  m_waiting.erase(place);
+  return true;
+}
+
+/// Adds chunks of prompts, as PrefillOrder says. `rows`: those that the step has for them.
+void Scheduler::Impl::add_prompts(const PageFormat& format, std::int64_t rows, Plan& plan,
+                                  std::vector<Sequence*>& in_step) {
+  Sequence* oldest = nullptr;
+  const std::vector<Reader> readers = readers_of(format, oldest);
+  const PrefillRows share = m_order.rows(readers, rows);
+  Room brief{share.brief}, others{share.others};
+  std::size_t looked = 0;
+  bool may_begin = true;  // a prompt that is not short
+  for (const Reader& reader : readers) {
+    if (static_cast<std::int64_t>(in_step.size()) >= m_options.max_sequences) break;
+    Sequence& sequence = *reader.sequence;
+    const bool is_brief = m_order.is_short(reader.fresh);
+    Room& room = is_brief ? brief : others;
+    if (room.rows <= 0) continue;
+    if (sequence.handle < 0) {
+      if (looked++ >= looked_at || (!is_brief && !may_begin)) continue;
+      if (waits_for_prefix(sequence)) continue;
+      estimate(sequence);
+      if (!admit(sequence, plan)) {
+        may_begin = may_begin && is_brief;
+        continue;
+      }
+    }
+    const std::int64_t before = room.rows;
+    if (!add_span(sequence, room, plan)) continue;
+    sequence.job->share->served += before - room.rows;
+    // A chunk that cannot be split would keep short prompts waiting.
+    if (is_brief) others.has_chunk = true;
+    in_step.push_back(&sequence);
+  }
+  if (!oldest || in_step.empty()) return;
+  const bool has_rows = std::find(in_step.begin(), in_step.end(), oldest) != in_step.end();
+  oldest->passed_over = has_rows ? 0 : oldest->passed_over + 1;
+}
+
 Plan Scheduler::Impl::make_plan(const PageFormat& format, std::vector<Sequence*>& in_step) {
   Plan plan;
   Room room{m_options.max_batch_tokens};
@@ -276,38 +378,8 @@ Plan Scheduler::Impl::make_plan(const PageFormat& format, std::vector<Sequence*>
     in_step.push_back(sequence.get());
   }
   // Prompts make progress even if many sequences decode.
-  room.rows = std::max({room.rows, m_options.max_batch_tokens / 8, std::int64_t{1}});
-  std::vector<Sequence*> prompts;
-  for (const auto& sequence : m_running) {
-    if (!sequence->is_decoding() && sequence->page_format() == format) {
-      prompts.push_back(sequence.get());
-    }
-  }
-  std::sort(prompts.begin(), prompts.end(), [](const Sequence* a, const Sequence* b) {
-    return a->job->ticket->id() < b->job->ticket->id();
-  });
-  bool is_room = true;
-  for (Sequence* const sequence : prompts) {
-    is_room = room.rows > 0 && add_span(*sequence, room, plan);
-    if (!is_room) break;
-    in_step.push_back(sequence);
-  }
-  std::size_t place = 0;  // of the first that does not wait for a shared prefix
-  while (is_room && room.rows > 0 && place < std::min(m_waiting.size(), looked_at) && !m_is_full &&
-         static_cast<std::int64_t>(m_running.size()) < m_options.max_sequences) {
-    Sequence& sequence = *m_waiting[place];
-    const bool has_turn = sequence.page_format() == format;
-    if (!has_turn && !is_admitted(sequence)) break;  // nobody takes the memory that it waits for
-    if (!has_turn || waits_for_prefix(sequence)) {
-      ++place;
-      continue;
-    }
-    if (!begin(sequence, plan)) break;
-    m_running.push_back(std::move(m_waiting[place]));
-    m_waiting.erase(m_waiting.begin() + static_cast<std::ptrdiff_t>(place));
-    is_room = add_span(sequence, room, plan);
-    if (is_room) in_step.push_back(&sequence);
-  }
+  add_prompts(format, std::max({room.rows, m_options.max_batch_tokens / 8, std::int64_t{1}}), plan,
+              in_step);
   plan.frees = take_frees(plan);
   return plan;
 }

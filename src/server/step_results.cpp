@@ -42,6 +42,7 @@ EndReason reason_of(StopReason reason) {
 
 /// Puts sequences that could not be created back into the queue.
 void Scheduler::Impl::take_not_made(const std::vector<int>& handles) {
+  Job* job = nullptr;
   for (const int handle : handles) {
     const auto found = std::find_if(m_running.begin(), m_running.end(), [&](const auto& sequence) {
       return sequence->handle == handle;
@@ -50,14 +51,15 @@ void Scheduler::Impl::take_not_made(const std::vector<int>& handles) {
     (*found)->rewind();
     std::unique_ptr<Sequence> sequence = std::move(*found);
     m_running.erase(found);
+    job = sequence->job.get();
     back_to_queue(std::move(sequence));
   }
   // Without a freed state it waits until another sequence ends.
   const bool has_freed = free_prefix();
   if (!m_running.empty()) {
     m_is_full = !has_freed;
-  } else if (!has_freed) {
-    fail(*m_waiting.front()->job, "the server has no memory for the ring of one sequence", true);
+  } else if (!has_freed && job) {
+    fail(*job, "the server has no memory for the ring of one sequence", true);
   }
 }
 

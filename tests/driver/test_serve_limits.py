@@ -210,6 +210,50 @@ class Limits(serve.ServerTest):
                            "--api-key-file")
 
 
+class Queue(serve.ServerTest):
+    """A client that fills the queue does not keep out another one."""
+
+    def test_room_for_another_key(self):
+        keys = self.folder / "keys"
+        keys.write_text("one\ntwo\n")
+        keys.chmod(0o600)
+        server = self.start(*serve.ENDLESS, *serve.PRUNED, "--api-key-file", keys, "--max-sequences", "1", "--max-queue", "1")
+
+        def send(key, body):
+            connection = server.connect()
+            self.addCleanup(connection.close)
+            connection.request("POST", serve.PLAIN, json.dumps(body),
+                               {"Content-Type": "application/json", "Authorization": f"Bearer {key}"})
+            return connection
+
+        def counts():
+            _, _, body = server.request("GET", "/metrics", headers={"Authorization": "Bearer one"})
+            found = re.findall(rb"^kvzap_requests_(running|waiting)\{.*\} (\d+)$", body, re.M)
+            return {name.decode(): int(count) for name, count in found}
+
+        def wait_for(**wanted):
+            end = time.monotonic() + PATIENCE
+            while counts() != wanted:
+                self.assertLess(time.monotonic(), end, server.log())
+                time.sleep(0.01)
+
+        endless = {"prompt": [5, 6, 7], "max_tokens": -1, "ignore_eos": True}
+        first = send("one", endless)
+        wait_for(running=1, waiting=0)
+        waiting = send("one", endless)
+        wait_for(running=1, waiting=1)
+        refused = send("one", endless).getresponse()
+        self.assertEqual(refused.status, 429, refused.read())
+        self.assertGreaterEqual(int(refused.headers["Retry-After"]), 1)
+        other = send("two", {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True})
+        wait_for(running=1, waiting=2)
+        self.assertEqual(send("two", endless).getresponse().status, 429)
+        waiting.close()
+        first.close()
+        self.assertEqual(other.getresponse().status, 200)
+        self.stop(server)
+
+
 class Crowd(serve.ServerTest):
     """More connections than places, whose clients make the server wait and come again: others are served."""
     FLAGS = [*serve.PRUNED, "--max-sequences", "4", "--max-queue", "4"]

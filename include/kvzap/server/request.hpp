@@ -52,6 +52,8 @@ struct GenerationRequest {
   std::optional<Pruning> pruning;
   /// How the cache stores rows that have left the window. Absent: as the engine does.
   std::optional<PageFormat> page_format;
+  /// Whose request it is. The scheduler shares the prefill among clients, not among requests.
+  std::string client;
 };
 
 /// Natural logarithms of probabilities, before temperature, penalties and filters.

@@ -22,9 +22,10 @@ struct SchedulerOptions {
   /// Tokens of a step: generated ones and prompt chunks together. Chunks of sparse prefill may
   /// exceed it.
   std::int64_t max_batch_tokens = 512;
-  /// Sequences that run at once.
+  /// Sequences that a step runs. As many again may hold memory: long prompts that pause.
   std::int64_t max_sequences = 256;
-  /// Requests that wait.
+  /// Requests that wait, beside those for which there are places. A client without a waiting
+  /// request finds room in an eighth more.
   std::int64_t max_queue = 1024;
   /// Tokens of a sequence; 0: no limit.
   std::int64_t max_tokens = 0;
@@ -62,10 +63,14 @@ struct SequenceStatus {
 
 /// Serves many requests with one engine. Runs on rank 0; the other ranks call Executor::follow.
 ///
-/// Each step runs the next token of every decoding sequence, and prompt chunks in order of arrival
-/// up to max_batch_tokens. Prompt chunks get at least one eighth of the step. A prompt starts when
-/// the page pool is expected to have space for its kept rows, at the keep ratio observed so far. It
-/// waits if another sequence is about to leave a state from which it can continue.
+/// Each step runs the next token of every decoding sequence, and prompt chunks up to
+/// max_batch_tokens, which get at least one eighth of the step. Short prompts, of at most an eighth
+/// of max_batch_tokens, are first, and a step with some of them stays small. Otherwise the client
+/// with the fewest prompt tokens so far is first, and of its prompts the one with the fewest tokens
+/// left; the oldest prompt gets rows in every fourth step at least. A prompt starts when the page
+/// pool is expected to have space for its kept rows, at the keep ratio observed so far. It waits if
+/// another sequence is about to leave a state from which it can continue. A short prompt that finds
+/// no place takes that of a long one, which pauses while it is being read.
 ///
 /// When memory runs out, the scheduler frees the least recently used states of earlier prompts.
 /// Then it preempts the newest sequence, and computes it again later. An answer does not depend on

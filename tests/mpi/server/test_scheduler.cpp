@@ -804,7 +804,8 @@ TEST_F(SchedulerTest, OneEngineHasOneTypeOfRows) {
 }
 
 TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {
-  scheduling.max_queue = 2;
+  scheduling.max_queue = 1;  // beside the requests for which there are places
+  scheduling.max_sequences = 1;
   scheduling.max_tokens = 30;
   serve([&](Scheduler& scheduler) {
     const auto refused = [&](const GenerationRequest& request) {

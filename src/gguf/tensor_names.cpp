@@ -141,6 +141,14 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"mamba.conv1d", "ssm_conv1d"},
                                     {"mamba.norm", "ssm_norm"},
                                     {"mamba.out_proj", "ssm_out"},
+                                    {"mamba.x_proj", "ssm_x"},
+                                    {"mamba.dt_proj", "ssm_dt"},
+                                    {"mamba.dt_layernorm", "ssm_dt_norm"},
+                                    {"mamba.b_layernorm", "ssm_b_norm"},
+                                    {"mamba.c_layernorm", "ssm_c_norm"},
+                                    {"feed_forward.experts.{}.gate_proj", "ffn_gate_exps"},
+                                    {"feed_forward.experts.{}.up_proj", "ffn_up_exps"},
+                                    {"feed_forward.experts.{}.down_proj", "ffn_down_exps"},
                                     {"mixer.in_proj", "ssm_in"},
                                     {"mixer.conv1d", "ssm_conv1d"},
                                     {"mixer.norm", "ssm_norm"},
@@ -312,16 +320,11 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
       return TensorName{name_in_layer(layer, fmt::format("{}{}", correction_tensor, end))};
     }
   }
-  for (const auto& [published, own] : bare_names) {
-    if (rest == published && architecture.has_tensor(own.substr(0, own.find('.')))) {
-      return TensorName{name_in_layer(layer, own)};
-    }
-  }
   const auto parts = split_kind(rest);
-  if (!parts) return std::nullopt;
   TensorName place;
   const auto is_place = [&](const NamePair& pair) {
-    if (!matches(parts->first, pair.first, place.expert) || !architecture.has_tensor(pair.second)) {
+    if (!parts || !matches(parts->first, pair.first, place.expert) ||
+        !architecture.has_tensor(pair.second)) {
       return false;
     }
     place.name = name_in_layer(layer, fmt::format("{}.{}", pair.second, parts->second));
@@ -329,6 +332,11 @@ std::optional<TensorName> gguf_name(const Architecture& architecture, std::strin
   };
   for (const NamePair& pair : architecture.own_names) {
     if (is_place(pair)) return place;
+  }
+  for (const auto& [published, own] : bare_names) {
+    if (rest == published && architecture.has_tensor(own.substr(0, own.find('.')))) {
+      return TensorName{name_in_layer(layer, own)};
+    }
   }
   for (const NamePair& pair : layer_names) {
     if (is_place(pair)) return place;

@@ -393,14 +393,21 @@ void no_gate(GgufFields& f, const char* activation, const char* bias_field, Acti
   f.config[bias_field] = f.mlp_bias = f.has_in_layers("ffn_up.bias");
 }
 
-void arcee_rows(GgufFields& f) {
+void rows_without_gate(GgufFields& f) {
   attention_bias(f, true);
   no_gate(f, "relu2", "mlp_bias", Activation::relu2);
 }
 
+void arcee_rows(GgufFields& f) {
+  rows_without_gate(f);
+  // llama.cpp refuses a file with them.
+  no_attention_bias(f);
+  f.demand("mlp_bias", false, f.model.mlp_bias);
+}
+
 void nemotron_rows(GgufFields& f) {
   f.norm_bias = true;
-  arcee_rows(f);
+  rows_without_gate(f);
   rotary_factor(f);
 }
 
@@ -536,7 +543,12 @@ void olmoe_rows(GgufFields& f) {
   experts(f, "num_experts", softmax, dense_width);
 }
 
+/// llama.cpp gives models of 64 layers or more alone norms of heads.
 void command_r_rows(GgufFields& f) {
+  constexpr std::int64_t least_layers = 64;
+  const bool has_norms = f.layers >= least_layers;
+  f.require((f.model.qk_norm != QkNorm::none) == has_norms, "use_qk_norm",
+            fmt::format("{} for {} layers", has_norms, f.layers), fmt::format("{}", !has_norms));
   f.config["use_qk_norm"] = f.has_in_layers("attn_q_norm.weight");
   no_attention_bias(f);
   tied_head(f);
@@ -602,7 +614,7 @@ const std::vector<GgufFamily>& gguf_families() {
       {"qwen35moe", [](F f) { qwen35_rows(f), hybrid_experts(f); }},
       {"arcee", arcee_rows},
       {"nemotron", nemotron_rows},
-      {"jais2", [](F f) { f.norm_bias = true, arcee_rows(f); }},
+      {"jais2", [](F f) { f.norm_bias = true, rows_without_gate(f); }},
       {"gpt2", gpt2_rows},
       {"starcoder", starcoder_rows},
       {"starcoder2", starcoder2_rows},
@@ -624,6 +636,7 @@ const std::vector<GgufFamily>& gguf_families() {
       {"falcon-h1", falcon_h1_rows},
       {"nemotron_h", nemotron_h_rows},
       {"nemotron_h_moe", nemotron_h_rows},
+      {"jamba", jamba_rows},
       {"deepseek2", youtu_rows, "YoutuForCausalLM", is_youtu},
       {"deepseek2", mistral4_rows, "Mistral4ForCausalLM", is_mistral4},
       {"deepseek2", deepseek_v2_rows, "DeepseekV2ForCausalLM", is_deepseek_v2},

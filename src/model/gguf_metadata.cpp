@@ -249,7 +249,8 @@ bool is_read_in_layer(const GgufFields& f, const gguf::NameInLayer& parts) {
   };
   const bool is_bare_correction = f.architecture.name == "hy_v3";
   if (tensor == "exp_probs_b") return parts.kind == (is_bare_correction ? "" : "bias");
-  if (tensor == "ssm_dt") return parts.kind == "bias";
+  const bool has_step_maps = f.architecture.has_tensor("ssm_x");
+  if (tensor == "ssm_dt") return parts.kind == "bias" || (has_step_maps && parts.kind == "weight");
   const bool is_bare =
       is_one_of({"ssm_a", "ssm_d"}) || (tensor == "ffn_norm" && f.architecture.name == "falcon-h1");
   if (is_bare || parts.kind.empty()) return is_bare && parts.kind.empty();

@@ -55,6 +55,7 @@ void lfm2moe_rows(GgufFields& f);
 void granitehybrid_rows(GgufFields& f);
 void falcon_h1_rows(GgufFields& f);
 void nemotron_h_rows(GgufFields& f);
+void jamba_rows(GgufFields& f);
 
 // Experts.
 

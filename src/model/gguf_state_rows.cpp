@@ -1,9 +1,13 @@
 // Rows of families whose layers keep states: short convolutions and state spaces.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "gguf/tensor_names.hpp"
 #include "model/families/family.hpp"
 #include "model/gguf_rows.hpp"
 
@@ -53,6 +57,50 @@ void lfm_rows(GgufFields& f) {
   f.implied("conv_bias", false, f.model.short_convolution->has_bias);
   f.require_key(window_key, 0);
   layer_types(f, "conv");
+}
+
+/// Layers with a part are those whose number divided by a period leaves an offset. `key` is named
+/// if they are others.
+void periodic_layers(GgufFields& f, const std::string& part, const std::vector<bool>& have_it,
+                     const char* key) {
+  std::vector<std::int64_t> found;
+  for (std::size_t l = 0; l < have_it.size(); ++l) {
+    if (have_it[l]) found.push_back(static_cast<std::int64_t>(l));
+  }
+  const std::int64_t offset = found.empty() ? f.layers : found.front();
+  const std::int64_t period = found.size() > 1 ? found[1] - offset : f.layers + 1;
+  bool is_periodic = offset < period;
+  for (std::int64_t l = 0; l < f.layers; ++l) {
+    is_periodic = is_periodic && have_it[static_cast<std::size_t>(l)] == (l % period == offset);
+  }
+  if (!is_periodic) {
+    constexpr std::size_t shown = 8;
+    found.resize(std::min(found.size(), shown));
+    f.fail_key(key, fmt::format("{} in layers at one distance, the first one below it", part),
+               fmt::format("layers {}", fmt::join(found, ", ")));
+  }
+  f.config[part + "_layer_offset"] = offset;
+  f.config[part + "_layer_period"] = period;
+}
+
+/// Layers with experts have a router. Weights of experts are not divided by their sum.
+void jamba_experts(GgufFields& f) {
+  constexpr const char* count_key = "expert_count";
+  std::vector<bool> have_experts;
+  for (std::int64_t l = 0; f.reads() && l < f.layers; ++l) {
+    have_experts.push_back(f.tensor(gguf::name_in_layer(l, "ffn_gate_inp.weight")) != nullptr);
+  }
+  const bool has_any =
+      f.reads() ? std::find(have_experts.begin(), have_experts.end(), true) != have_experts.end()
+                : f.model.experts.has_value();
+  f.require_key("expert_weights_norm", false);
+  if (has_any) {
+    experts(f, "num_experts", softmax, dense_width);
+    if (f.reads()) periodic_layers(f, "expert", have_experts, count_key);
+    return;
+  }
+  for (const char* key : {count_key, "expert_used_count"}) f.find_integer(key, 0);
+  f.config["num_experts"] = 1;
 }
 
 }  // namespace
@@ -147,6 +195,29 @@ void nemotron_h_rows(GgufFields& f) {
   f.flag("expert_weights_norm", "norm_topk_prob", of_model.normalises);
   expert_groups(f);
   f.require_key("moe_latent_size", 0);
+}
+
+/// No layer has RoPE.
+void jamba_rows(GgufFields& f) {
+  constexpr const char* inner_key = "ssm.inner_size";
+  constexpr std::int64_t most = 65536;
+  const StateSpaceConfig& space = *f.model.state_space;
+  for (const char* field : {"rope_theta", "rope_scaling"}) f.config.erase(field);
+  f.require(f.model.activation == Activation::silu, "hidden_act", "silu", "another one");
+  f.require(f.model.num_attention_heads * f.model.head_dim == f.model.hidden_size, "head_dim",
+            "hidden_size / num_attention_heads", fmt::format("{}", f.model.head_dim));
+  f.integer("ssm.conv_kernel", "mamba_d_conv", space.kernel, DeltaNetConfig::max_kernel);
+  f.integer("ssm.state_size", "mamba_d_state", space.state_dim, most);
+  f.integer("ssm.time_step_rank", "mamba_dt_rank", space.step_rank, most);
+  f.config["mamba_expand"] = 2;
+  f.require(space.inner_size() == 2 * f.model.hidden_size, "mamba_expand", "2", "another number");
+  f.require_key(inner_key, 2 * f.size("hidden_size"));
+  f.add(inner_key, space.inner_size());
+  f.convolution_bias = true;
+  f.implied("mamba_conv_bias", true, space.has_convolution_bias);
+  f.implied("mamba_proj_bias", false, space.has_projection_bias);
+  if (f.reads()) periodic_layers(f, "attn", f.layers_attend, "attention.head_count_kv");
+  jamba_experts(f);
 }
 
 }  // namespace kvzap::model

@@ -362,6 +362,7 @@ std::vector<std::int64_t> shape_in_gguf(const ModelConfig& config, std::string_v
                                         const std::vector<std::int64_t>& shape) {
   if (shape.size() == 3) return {shape.front(), shape.back()};  // a convolution
   if (!config.state_space || shape.size() != 1) return shape;
+  if (config.state_space->is_mamba1()) return shape;
   if (ends_with(name, ".A_log") || ends_with(name, ".D")) return {shape.front(), 1};
   const std::string norm = fmt::format(".{}.norm.weight", family_of(config).tensors.state_space);
   const std::int64_t groups = config.state_space->groups;

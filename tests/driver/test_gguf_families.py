@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "granitemoehybrid_dense": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "nemotron_h_dense": "nemotron_h",
     "exaone_moe": "exaone-moe", "afmoe": "afmoe", "hy_v3": "hy_v3", "bitnet": "bitnet", "apertus": "apertus",
     "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_moe": "gemma4", "gemma4_unified": "gemma4",
+    "jamba": "jamba",
 }
 # Further models of a folder.
 FOLDERS = {"nemotron_h_dense": "nemotron_h"}
@@ -56,6 +57,8 @@ FIXED = {
                "per_layer_config": {str(layer): {"head_dim": 24} for layer in (0, 2, 4, 6, 7)}},
     "afmoe": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "bitnet": {"hidden_act": "silu"},
+    "arcee": {"mlp_bias": False},
+    "cohere_norms": {"num_hidden_layers": 64},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
     "granitemoehybrid": {"mamba_conv_bias": True},
     "falcon_h1": {"mamba_norm_before_gate": False, "embedding_multiplier": 1.0, "lm_head_multiplier": 1.0, "key_multiplier": 1.0,
@@ -66,9 +69,10 @@ FIXED = {
                                                "mlp"]},
 }
 # Layers that take the place of others, as the format fixes which ones have experts or RoPE.
-LAYERS = {"smollm3": [(1, 3)], "glm4_moe_lite": [(1, 2)], "gemma4": [(2, 4)], "nemotron_h": [(0, 3)], "nemotron_h_dense": [(3, 0), (3, 6)]}
+LAYERS = {"smollm3": [(1, 3)], "glm4_moe_lite": [(1, 2)], "gemma4": [(2, 4)], "nemotron_h": [(0, 3)], "nemotron_h_dense": [(3, 0), (3, 6)],
+          "cohere_norms": [(layer % 3, layer) for layer in range(3, 64)]}
 # Biases that the architecture lacks in GGUF: their field, and the ends of their names.
-BIASES = {"seed_oss": ("attention_out_bias", "o_proj.bias"), "ernie4_5": ("use_bias", ".bias"), "cohere": ("attention_bias", ".bias"),
+BIASES = {"arcee": ("attention_bias", ".bias"), "seed_oss": ("attention_out_bias", "o_proj.bias"), "ernie4_5": ("use_bias", ".bias"), "cohere": ("attention_bias", ".bias"),
           "deepseek_v3": ("attention_bias", ("proj.bias", "mqa.bias")), "granitemoehybrid": ("mamba_proj_bias", "proj.bias"),
           "lfm2": ("conv_bias", ("conv.bias", "proj.bias")), "nemotron_h": ("use_bias", "proj.bias"),
           "nemotron_h_dense": ("use_bias", "proj.bias")}
@@ -226,7 +230,7 @@ class Families(TestCase):
                         continue
                     self.assertEqual(shape, before[key][1])
                     if key.endswith("A_log"):  # the file holds -exp(A_log)
-                        for a, b in zip(struct.unpack(f"<{shape[0]}f", data), bf16_values(before[key][2])):
+                        for a, b in zip(struct.unpack(f"<{math.prod(shape)}f", data), bf16_values(before[key][2])):
                             self.assertAlmostEqual(a, b, delta=1e-6)
                     elif (name.startswith("gemma") or name == "nemotron") and key.endswith("norm.weight"):  # the file holds 1 + weight as F32
                         for a, b in zip(bf16_values(data), bf16_values(before[key][2])):

@@ -274,6 +274,14 @@ class Hybrids(TestCase):
                 ("ssm.group_count", 3, "mamba_n_groups: expected a divisor of mamba_n_heads (4), found 3"),
                 ("ssm.inner_size", 64, "mamba_n_heads: expected heads that have 128 channels together, found 4 of 16"),
                 ("ssm.conv_kernel", 3, "tensor 'blk.1.ssm_conv1d.weight': expected shape [192, 3], found [192, 2]")]),
+            ("jamba", {}, "jamba", [
+                ("ssm.inner_size", 180, "ssm.inner_size: expected 120, as the architecture has no other, found 180"),
+                ("ssm.time_step_rank", 6, "tensor 'blk.0.ssm_x.weight': expected shape [26, 120], found [25, 120]"),
+                ("ssm.conv_kernel", 17, "ssm.conv_kernel: expected a whole number from 1 to 16, found 17"),
+                ("attention.head_count_kv", [0, 3, 3, 0, 3],
+                 "attention.head_count_kv: expected attn in layers at one distance, the first one below it, found layers 1, 2, 4"),
+                ("attention.head_count_kv", [0, 0, 0, 0, 3], "tensor 'blk.1.ssm_x.weight' of shape [25, 120] is missing"),
+                ("expert_used_count", 7, "expert_used_count: expected a whole number from 1 to 6, found 7")]),
         ]
         for name, changes, architecture, faults in cases:
             made = self.convert(self.copy(FAMILIES / name, name, **changes), f"{name}.gguf")

@@ -57,7 +57,9 @@ const std::map<std::string, json>& changes() {
       // Files have no place for these biases and windows.
       {"seed_oss", {{"attention_out_bias", false}}},
       {"ernie4_5", {{"use_bias", false}}},
+      {"arcee", {{"attention_bias", false}, {"mlp_bias", false}}},
       {"cohere", {{"attention_bias", false}}},
+      {"cohere_norms", {{"num_hidden_layers", 64}}},
       {"olmoe", {{"clip_qkv", nullptr}}},
       {"stablelm_norms", {{"qk_layernorm", false}}},
       {"phi_norms", {{"qk_layernorm", false}}},
@@ -93,6 +95,7 @@ const std::map<std::string, json>& changes() {
       {"granitemoehybrid", {{"mamba_proj_bias", false}, {"mamba_conv_bias", true}}},
       {"falcon_h1", unit_factors},
       {"falcon_h1_gates", unit_factors},
+      {"jamba_dense", {{"mamba_conv_bias", true}, {"mamba_proj_bias", false}, {"mamba_expand", 2}}},
       {"nemotron_h",
        {{"use_bias", false},
         {"intermediate_size", 24},
@@ -187,10 +190,10 @@ std::string described(const ModelConfig& c) {
   }
   if (c.state_space) {
     const StateSpaceConfig& s = *c.state_space;
-    text += fmt::format("\nspace {} {} {} {} {} biases {} {} gating {} steps {} {}", s.heads,
+    text += fmt::format("\nspace {} {} {} {} {} biases {} {} gating {} steps {} {} {} {}", s.heads,
                         s.head_dim, s.groups, s.state_dim, s.kernel, s.has_convolution_bias,
                         s.has_projection_bias, static_cast<int>(s.gating), s.least_step,
-                        s.largest_step);
+                        s.largest_step, s.step_rank, s.norms_latents);
   }
   if (c.short_convolution) {
     text += fmt::format("\nconvolution {} {}", c.short_convolution->kernel,

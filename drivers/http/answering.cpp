@@ -40,8 +40,8 @@ void Answering::submit(server::Scheduler& scheduler) {
   std::vector<server::Scheduler::Submission> submissions;
   int first = 0;
   for (auto& generation : m_request.generations) {
-    submissions.push_back(
-        {std::move(generation), std::make_shared<PromptListener>(m_exchange, first)});
+    submissions.push_back({std::move(generation),
+                           std::make_shared<PromptListener>(m_exchange, first, m_request.choices)});
     first += m_request.choices;
   }
   m_tickets = scheduler.submit(std::move(submissions));

@@ -1,6 +1,7 @@
 #include "http/exchange.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace kvzap::driver {
@@ -8,6 +9,7 @@ namespace kvzap::driver {
 Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel& model,
                    std::function<void()> wake)
     : m_stop_ids(request.generations.front().stop_ids),
+      m_lists_ends(request.generations.front().prompt_logprobs),
       m_open(request.answers()),
       m_texts(static_cast<std::size_t>(request.answers())),
       m_wake(std::move(wake)) {
@@ -16,7 +18,15 @@ Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel&
 }
 
 bool Exchange::on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) {
-  if (std::find(m_stop_ids.begin(), m_stop_ids.end(), token) != m_stop_ids.end()) return true;
+  if (std::find(m_stop_ids.begin(), m_stop_ids.end(), token) != m_stop_ids.end()) {
+    if (m_lists_ends && logprobs) {
+      Event event;
+      event.choice = choice;
+      event.tokens.push_back({token, logprobs->logprob, logprobs->top});
+      add(std::move(event));
+    }
+    return true;
+  }
   auto& text = m_texts[static_cast<std::size_t>(choice)];
   Event event;
   event.choice = choice;
@@ -25,6 +35,19 @@ bool Exchange::on_token(int choice, TokenId token, const server::TokenLogprobs* 
   const bool goes_on = !text || !text->has_stopped();
   if (!event.text.empty() || !event.tokens.empty()) add(std::move(event));
   return goes_on;
+}
+
+void Exchange::on_prompt(int choice, const std::vector<TokenId>& tokens,
+                         const std::vector<std::optional<server::TokenLogprobs>>& logprobs) {
+  Event event;
+  event.choice = choice;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    constexpr float none = std::numeric_limits<float>::quiet_NaN();
+    const auto& of = logprobs[i];
+    event.tokens.push_back({tokens[i], of ? of->logprob : none,
+                            of ? of->top : std::vector<std::pair<TokenId, float>>()});
+  }
+  add(std::move(event));
 }
 
 void Exchange::on_end(int choice, const server::Ending& ending) {

@@ -31,6 +31,8 @@ class Exchange {
 
   /// As of a listener; `choice` is the number of an answer among those to all prompts.
   bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs);
+  void on_prompt(int choice, const std::vector<TokenId>& tokens,
+                 const std::vector<std::optional<server::TokenLogprobs>>& logprobs);
   void on_end(int choice, const server::Ending& ending);
   void on_error(const std::string& what, bool is_servers);
 
@@ -46,6 +48,7 @@ class Exchange {
   void wake(std::unique_lock<std::mutex> lock);
 
   std::vector<TokenId> m_stop_ids;
+  bool m_lists_ends;  // tokens that end answers have log probabilities
   int m_open;
   std::vector<std::optional<server::AnswerText>> m_texts;  // of the scheduler's thread
   mutable std::mutex m_mutex;
@@ -60,11 +63,18 @@ class Exchange {
 class PromptListener final : public server::Listener {
  public:
   /// `first`: the number that answer 0 to the prompt has among all answers to the request.
-  PromptListener(std::shared_ptr<Exchange> exchange, int first)
-      : m_exchange(std::move(exchange)), m_first(first) {}
+  /// `choices`: the answers to the prompt.
+  PromptListener(std::shared_ptr<Exchange> exchange, int first, int choices)
+      : m_exchange(std::move(exchange)), m_first(first), m_choices(choices) {}
 
   bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) override {
     return m_exchange->on_token(m_first + choice, token, logprobs);
+  }
+  void on_prompt(const std::vector<TokenId>& tokens,
+                 const std::vector<std::optional<server::TokenLogprobs>>& logprobs) override {
+    for (int choice = 0; choice < m_choices; ++choice) {
+      m_exchange->on_prompt(m_first + choice, tokens, logprobs);
+    }
   }
   void on_end(int choice, const server::Ending& ending) override {
     m_exchange->on_end(m_first + choice, ending);
@@ -75,7 +85,7 @@ class PromptListener final : public server::Listener {
 
  private:
   std::shared_ptr<Exchange> m_exchange;
-  int m_first;
+  int m_first, m_choices;
 };
 
 }  // namespace kvzap::driver

@@ -133,10 +133,7 @@ std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
     if (auto refused = m_access.judge_key(request)) return refused;
   }
   if (!path) {
-    const std::string meant = meant_path(request.path);
-    return error_reply(not_found, meant.empty() ? "unknown path; expected one of OpenAI's, as "
-                                                  "/v1/chat/completions"
-                                                : "unknown path; expected " + meant);
+    return error_reply(not_found, unknown_path(request.path));
   }
   if (!path->takes(request.method)) {
     Reply reply = error_reply(not_allowed, fmt::format("the method is {}; expected {}",

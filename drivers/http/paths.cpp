@@ -31,26 +31,7 @@ const std::vector<Path>& paths() {
   return all;
 }
 
-}  // namespace
-
-bool Path::takes(std::string_view method) const {
-  if (posts()) return method == "POST";
-  return method == "GET" || method == "HEAD" ||
-         (method == "DELETE" && methods == Methods::get_and_delete);
-}
-
-const char* Path::allowed() const {
-  return posts() ? "POST" : methods == Methods::get ? "GET, HEAD" : "GET, HEAD, DELETE";
-}
-
-const Path* path_of(const std::string& path) {
-  for (const Path& one : paths()) {
-    const bool fits = one.ends_with_name ? path.rfind(one.name, 0) == 0 : path == one.name;
-    if (fits) return &one;
-  }
-  return nullptr;
-}
-
+/// Returns the path that a client may mean, or "".
 std::string meant_path(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   static const std::map<std::string, std::string> others = {
@@ -74,6 +55,35 @@ std::string meant_path(std::string path) {
     if (files::edit_distance(path, known.name) <= most_edits) return known.name;
   }
   return {};
+}
+
+}  // namespace
+
+bool Path::takes(std::string_view method) const {
+  if (posts()) return method == "POST";
+  return method == "GET" || method == "HEAD" ||
+         (method == "DELETE" && methods == Methods::get_and_delete);
+}
+
+const char* Path::allowed() const {
+  return posts() ? "POST" : methods == Methods::get ? "GET, HEAD" : "GET, HEAD, DELETE";
+}
+
+const Path* path_of(const std::string& path) {
+  for (const Path& one : paths()) {
+    const bool fits = one.ends_with_name ? path.rfind(one.name, 0) == 0 : path == one.name;
+    if (fits) return &one;
+  }
+  return nullptr;
+}
+
+std::string unknown_path(const std::string& path) {
+  if (path == "/v1/embeddings") {
+    return "/v1/embeddings is not supported: a step of the engine gives logits, not hidden states";
+  }
+  const std::string meant = meant_path(path);
+  return meant.empty() ? "unknown path; expected one of OpenAI's, as /v1/chat/completions"
+                       : "unknown path; expected " + meant;
 }
 
 bool is_messages_path(const std::string& path) {

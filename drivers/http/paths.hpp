@@ -36,8 +36,8 @@ inline constexpr const char* one_response = "/v1/responses/";
 
 /// Returns the path of a request, or null if there is none.
 const Path* path_of(const std::string& path);
-/// Returns the path that a client may mean, or "".
-std::string meant_path(std::string path);
+/// Returns the error for a path that path_of does not know.
+std::string unknown_path(const std::string& path);
 /// Whether errors have the form of Anthropic's protocol at this path.
 bool is_messages_path(const std::string& path);
 

@@ -140,7 +140,12 @@ class CompletionWriter final : public ReplyWriter {
         m_offsets(static_cast<std::size_t>(request.answers()), 0),
         m_format(request.format),
         m_parsers(static_cast<std::size_t>(request.answers()), AnswerParser(request.format)),
-        m_calls(m_parsers.size(), 0) {}
+        m_calls(m_parsers.size(), 0) {
+    // With log probabilities the prompt's tokens are in the list.
+    for (std::size_t i = 0; i < m_offsets.size() && !m_has_logprobs; ++i) {
+      m_offsets[i] = characters_of(m_echoes[i / static_cast<std::size_t>(m_choices)]);
+    }
+  }
 
   std::string body(const std::vector<Whole>& answers) override;
   std::string begin(int choice) override;
@@ -236,13 +241,15 @@ struct CompletionWriter::Parts {
     for (const TokenText& token : tokens) {
       const std::string bytes = bytes_of(token.token);
       json["tokens"].push_back(completion_name(bytes));
-      json["token_logprobs"].push_back(json_number(token.logprob));
+      const bool has_none = std::isnan(token.logprob);
+      json["token_logprobs"].push_back(has_none ? OrderedJson()
+                                                : OrderedJson(json_number(token.logprob)));
       OrderedJson top = OrderedJson::object();
       // The likeliest of several tokens with the same text.
       for (const auto& [id, logprob] : token.top) {
         top.emplace(completion_name(bytes_of(id)), json_number(logprob));
       }
-      json["top_logprobs"].push_back(std::move(top));
+      json["top_logprobs"].push_back(has_none ? OrderedJson() : std::move(top));
       json["text_offset"].push_back(offset);
       offset += characters_of(bytes);
     }
@@ -332,7 +339,7 @@ std::string CompletionWriter::body(const std::vector<Whole>& answers) {
     } else {
       choice["text"] = echo + answer.text;
     }
-    choice["logprobs"] = parts.logprobs(answer.tokens, characters_of(echo));
+    choice["logprobs"] = parts.logprobs(answer.tokens, m_offsets[i]);
     choice["finish_reason"] = finish_reason(answer.ending.reason, has_calls);
     choice["kvzap"] = kvzap_of(answer.ending);
     json["choices"].push_back(std::move(choice));
@@ -354,7 +361,7 @@ std::string CompletionWriter::piece(int choice, const std::string& text,
                                     const std::vector<TokenText>& tokens) {
   const Parts parts{*this};
   std::size_t& offset = m_offsets[static_cast<std::size_t>(choice)];
-  OrderedJson logprobs = parts.logprobs(tokens, characters_of(parts.echo(choice)) + offset);
+  OrderedJson logprobs = parts.logprobs(tokens, offset);
   for (const TokenText& token : tokens) offset += characters_of(parts.bytes_of(token.token));
   if (!m_format) {
     return parts.event(choice, {{"content", text}}, text, std::move(logprobs), nullptr);

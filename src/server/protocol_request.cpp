@@ -413,9 +413,7 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
     generation.top_logprobs = static_cast<int>(integer_of(json, "logprobs", 0, most_logprobs, 0));
   }
   request.echoes = bool_of(json, "echo", false);
-  if (request.echoes && request.has_logprobs) {
-    throw BadRequest("echo", "echo with logprobs is not supported");
-  }
+  generation.prompt_logprobs = request.echoes && request.has_logprobs;
   return prompts_of(json, model, request.prompt_texts);
 }
 
@@ -423,9 +421,10 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
 /// is too long.
 void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request) {
   constexpr std::int64_t most = std::int64_t{1} << 40;
-  const std::int64_t standard = request.is_chat() ? most : 16;
+  const std::int64_t standard = request.is_chat() ? most : 16, least = request.is_chat() ? 1 : 0;
   const auto length_of = [&](const char* name, std::int64_t otherwise) {
-    return is_minus_one(field_of(json, name)) ? most : integer_of(json, name, 1, most, otherwise);
+    return is_minus_one(field_of(json, name)) ? most
+                                              : integer_of(json, name, least, most, otherwise);
   };
   const std::int64_t wanted = length_of("max_completion_tokens", length_of("max_tokens", standard));
   for (std::size_t i = 0; i < request.generations.size(); ++i) {

@@ -32,8 +32,8 @@ void check(const GenerationRequest& request, const SchedulerOptions& options,
     throw Error(fmt::format("the request asks for {} answers; expected 1 to {}", request.choices,
                             options.max_sequences));
   }
-  if (request.max_new_tokens < 1) {
-    throw Error(fmt::format("the request asks for {} new tokens; expected at least 1",
+  if (request.max_new_tokens < 0) {
+    throw Error(fmt::format("the request asks for {} new tokens; expected at least 0",
                             request.max_new_tokens));
   }
   for (const Segment& segment : request.prompt) {
@@ -231,6 +231,12 @@ void Scheduler::Impl::wait_for_work() {
 /// Finds out how the sequences of a job can run. Throws Error if they cannot.
 void Scheduler::Impl::prepare(Job& job) const {
   job.traits = m_executor.traits(*job.request.pruning);
+  if (job.request.prompt_logprobs && !job.traits.holds &&
+      m_executor.engine().options().pruning.prefill == PrefillMode::dense) {
+    throw Error(
+        "echo with logprobs needs a prompt that runs in steps, but the policy takes it as a whole; "
+        "set kvzap.prune to \"none\"");
+  }
   const std::vector<Segment>& prompt = job.request.prompt;
   const auto contexts = std::count_if(prompt.begin(), prompt.end(), [](const Segment& segment) {
     return segment.kind == Segment::Kind::context;

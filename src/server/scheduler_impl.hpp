@@ -38,6 +38,7 @@ class Scheduler::Impl {
   /// The space that a step has left for prompts.
   struct Room {
     std::int64_t rows = 0;
+    std::int64_t logit_rows = 0;  // of prompts whose log probabilities are reported
     bool has_chunk = false;
   };
 
@@ -86,7 +87,9 @@ class Scheduler::Impl {
   void take_not_made(const std::vector<int>& handles);
   void take_lost(Sequence& sequence);
   void advance(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
+  void report_prompt(Sequence& sequence, const PlannedSpan& span, const StepResult& result) const;
   void draw(Sequence& sequence, const StepResult& result);
+  void begin_answers(Sequence& sequence, const StepResult& result);
   void begin_other_choices(Sequence& first, const StepResult& result);
   void end_answers();
   static bool evicts(const Sequence& sequence, const PlannedSpan& span);

@@ -36,6 +36,7 @@ struct Job {
   PrefixKey key;               // of the whole prompt
   std::int64_t key_begin = 0;  // its elements before those of the first segment
   int open = 0;                // answers that have not ended
+  std::int64_t reported = 0;   // tokens of the prompt, with GenerationRequest::prompt_logprobs
   bool has_run = false;        // one of its sequences
   bool is_dead = false;        // cancelled or failed: its listener is not called again
 };
@@ -69,6 +70,10 @@ struct Sequence {
   bool is_prompt_run() const { return segment == request().prompt.size(); }
   /// Whether the next step yields a new token.
   bool is_decoding() const { return is_prompt_run() && fed + 1 == answered().size(); }
+  /// Whether the log probabilities of the prompt's next tokens are to be reported.
+  bool reports_prompt() const {
+    return request().prompt_logprobs && !is_prompt_run() && job->reported < job->prompt_tokens;
+  }
   std::int64_t prompt_left() const { return is_prompt_run() ? 0 : job->prompt_tokens - tokens; }
   /// Tokens that run before the next new token.
   std::int64_t left_to_read() const;

@@ -19,6 +19,8 @@ constexpr std::int64_t least_shared_tokens = 128;
 constexpr std::size_t looked_at = 64;
 // Steps after which the oldest prompt without rows is first, and after which no other begins.
 constexpr int first_after = 3, alone_after = 64;
+// Logits of short and of other prompts in a step: 32 MiB each.
+constexpr std::int64_t most_prompt_logits = std::int64_t{1} << 23;
 
 StepOutput output_of(const GenerationRequest& request) {
   const bool needs_logits = !request.sampling.is_plain() || request.top_logprobs >= 0;
@@ -56,6 +58,7 @@ bool Scheduler::Impl::leaves_whole_state(const Sequence& sequence, std::size_t s
 
 /// Returns the kept state from which a prompt can continue, or none.
 PrefixTree::Found Scheduler::Impl::best_start(const Job& job) {
+  if (job.request.prompt_logprobs) return {};  // a state has no logits
   const std::int64_t most = longest_start(job.key);
   const PrefixTree::Found exact = m_tree.longest(job.key, most);
   const PrefixTree::Found cut = m_tree.longest_cut(job.key, most);
@@ -96,7 +99,7 @@ bool Scheduler::Impl::is_admitted(const Sequence& sequence) const {
 /// Whether a running sequence will soon leave a better state to start from. The first of several
 /// questions about a document then runs the document for all.
 bool Scheduler::Impl::waits_for_prefix(const Sequence& sequence) {
-  if (!keeps_states(sequence)) return false;
+  if (!keeps_states(sequence) || sequence.request().prompt_logprobs) return false;
   const PrefixKey& whole = sequence.job->key;
   const std::int64_t most = longest_start(whole);
   const std::int64_t there = std::max(best_start(*sequence.job).length, sequence.job->key_begin);
@@ -196,6 +199,9 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   const auto left = static_cast<std::int64_t>(segment.tokens.size() - sequence.offset);
   const auto offset = static_cast<std::int64_t>(sequence.offset);
   std::int64_t count = std::min(left, room.rows);
+  const bool reports = sequence.reports_prompt();
+  if (reports && room.logit_rows == 0) return false;
+  if (reports) count = std::min(count, room.logit_rows);
   bool is_cut = false;
   const bool prunes = request.pruning->prunes();
   switch (segment.kind) {
@@ -226,12 +232,14 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   }
   if (count > room.rows && room.has_chunk) return false;
   room.rows -= count;
+  if (reports) room.logit_rows = std::max<std::int64_t>(0, room.logit_rows - count);
   room.has_chunk = true;
   const auto first = segment.tokens.begin() + static_cast<std::ptrdiff_t>(sequence.offset);
   span.tokens.assign(first, first + count);
   const bool ends_segment = count == left;
   const bool ends_prompt = ends_segment && sequence.segment + 1 == request.prompt.size();
   if (ends_prompt && sequence.answered().empty()) span.output = output_of(request);
+  if (reports) span.output = StepOutput::all_logits;
   span.ends_context = ends_segment && segment.kind == Segment::Kind::context;
   plan_states(sequence, span, is_cut);
   plan.spans.push_back(std::move(span));
@@ -340,6 +348,8 @@ void Scheduler::Impl::add_prompts(const PageFormat& format, std::int64_t rows, P
   const std::vector<Reader> readers = readers_of(format, oldest);
   const PrefillRows share = m_order.rows(readers, rows);
   Room brief{share.brief}, others{share.others};
+  brief.logit_rows = others.logit_rows =
+      std::max<std::int64_t>(1, most_prompt_logits / m_executor.engine().config().vocab_size);
   std::size_t looked = 0;
   bool may_begin = true;  // a prompt that is not short
   for (const Reader& reader : readers) {

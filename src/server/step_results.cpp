@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 #include "server/scheduler_impl.hpp"
@@ -15,20 +14,34 @@ constexpr double newest_share = 0.2;
 constexpr const char* too_long =
     "the sequence does not fit into the server's memory for keys and values";
 
-TokenLogprobs logprobs_of(const std::vector<float>& logits, TokenId token, int top) {
-  const double total = log_normalizer(logits.data(), static_cast<std::int64_t>(logits.size()));
+/// `logits`: (vocabulary).
+TokenLogprobs logprobs_of(const float* logits, std::int64_t vocabulary, TokenId token, int top) {
+  const double total = log_normalizer(logits, vocabulary);
   TokenLogprobs result;
-  result.logprob = static_cast<float>(logits[static_cast<std::size_t>(token)] - total);
-  std::vector<TokenId> order(logits.size());
-  std::iota(order.begin(), order.end(), 0);
-  const auto count = std::min<std::ptrdiff_t>(top, static_cast<std::ptrdiff_t>(order.size()));
-  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](TokenId a, TokenId b) {
+  result.logprob = static_cast<float>(logits[token] - total);
+  const auto is_before = [&](TokenId a, TokenId b) {
     return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-  });
-  for (std::ptrdiff_t i = 0; i < count; ++i) {
-    result.top.emplace_back(order[i], static_cast<float>(logits[order[i]] - total));
+  };
+  std::vector<TokenId> best;  // in order
+  const auto most = static_cast<std::size_t>(std::min<std::int64_t>(top, vocabulary));
+  for (TokenId id = 0; most > 0 && id < vocabulary; ++id) {
+    if (best.size() == most) {
+      if (!is_before(id, best.back())) continue;
+      best.pop_back();
+    }
+    best.insert(std::upper_bound(best.begin(), best.end(), id, is_before), id);
+  }
+  for (const TokenId id : best) {
+    result.top.emplace_back(id, static_cast<float>(logits[id] - total));
   }
   return result;
+}
+
+/// The result of a span's last token.
+StepResult last_of(const StepResult& result, std::int64_t vocabulary) {
+  StepResult last;
+  last.logits.assign(result.logits.end() - vocabulary, result.logits.end());
+  return last;
 }
 
 std::int64_t length_of(const PrefixKey& key) { return static_cast<std::int64_t>(key.size()); }
@@ -153,7 +166,43 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     sequence.offset = 0;
   }
   if (span.keep_as >= 0) keep(sequence.key, span.keep_as, sequence.whole_from);
-  if (!sequence.is_prompt_run() || !sequence.answered().empty()) return;
+  if (span.output == StepOutput::all_logits) {
+    report_prompt(sequence, span, result);
+    if (!sequence.is_prompt_run() || !sequence.answered().empty()) return;
+    return begin_answers(sequence, last_of(result, m_executor.engine().config().vocab_size));
+  }
+  if (sequence.is_prompt_run() && sequence.answered().empty()) begin_answers(sequence, result);
+}
+
+/// Reports the log probabilities of a prompt's tokens: those of a span, except for its first, and
+/// the one after it.
+void Scheduler::Impl::report_prompt(Sequence& sequence, const PlannedSpan& span,
+                                    const StepResult& result) const {
+  Job& job = *sequence.job;
+  const std::int64_t vocabulary = m_executor.engine().config().vocab_size;
+  const auto count = static_cast<std::int64_t>(span.tokens.size());
+  const std::int64_t first = sequence.tokens - count;
+  std::vector<TokenId> tokens;
+  std::vector<std::optional<TokenLogprobs>> logprobs;
+  if (job.reported == 0) {
+    tokens.push_back(span.tokens.front());
+    logprobs.emplace_back();
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    const bool is_last = i + 1 == count;
+    // After a preemption the first tokens run again.
+    if (first + i + 1 < job.reported || (is_last && sequence.is_prompt_run())) continue;
+    tokens.push_back(is_last ? job.request.prompt[sequence.segment].tokens[sequence.offset]
+                             : span.tokens[static_cast<std::size_t>(i + 1)]);
+    logprobs.push_back(logprobs_of(result.logits.data() + i * vocabulary, vocabulary, tokens.back(),
+                                   job.request.top_logprobs));
+  }
+  job.reported += static_cast<std::int64_t>(tokens.size());
+  if (!job.is_dead && !tokens.empty()) job.listener->on_prompt(tokens, logprobs);
+}
+
+/// Begins the answers to a prompt that has run.
+void Scheduler::Impl::begin_answers(Sequence& sequence, const StepResult& result) {
   if (sequence.choice == 0 && sequence.request().choices > 1) {
     begin_other_choices(sequence, result);
   }
@@ -201,6 +250,11 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   Job& job = *sequence.job;
   if (job.is_dead) return;
   const GenerationRequest& request = job.request;
+  if (request.max_new_tokens == 0) {
+    sequence.has_ended = true;
+    sequence.reason = EndReason::max_new_tokens;
+    return;
+  }
   if (!sequence.said) {
     SamplingOptions sampling = request.sampling;
     sampling.seed += static_cast<std::uint64_t>(sequence.choice);
@@ -225,7 +279,8 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   }
   std::optional<TokenLogprobs> logprobs;
   if (request.top_logprobs >= 0) {
-    logprobs = logprobs_of(result.logits, token, request.top_logprobs);
+    logprobs = logprobs_of(result.logits.data(), static_cast<std::int64_t>(result.logits.size()),
+                           token, request.top_logprobs);
   }
   const bool goes_on =
       job.listener->on_token(sequence.choice, token, logprobs ? &*logprobs : nullptr);

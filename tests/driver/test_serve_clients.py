@@ -1,7 +1,7 @@
 """kvzap serve with the official clients for Python. A client that is not installed is skipped."""
 import unittest
 
-from harness import CASES, PATIENCE
+from harness import CASES, MODEL, PATIENCE
 from test_serve import ASK, SharedServerTest
 from test_serve_protocols import CALLING, DOCUMENT, PARAMETERS, ToolsTest
 
@@ -13,6 +13,14 @@ try:
     import openai
 except ImportError:
     openai = None
+
+try:
+    import torch
+    import transformers
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+except ImportError:
+    LocalCompletionsAPI = None
 
 CASE = CASES[0]
 
@@ -190,6 +198,44 @@ class Anthropic(ToolsTest):
             self.client.messages.create(**{**self.ask, "model": "other"})
         with self.assertRaisesRegex(anthropic.BadRequestError, "tool_choice is not supported"):
             self.client.messages.create(**self.ask, tools=self.TOOLS, tool_choice={"type": "any"})
+
+
+@unittest.skipUnless(LocalCompletionsAPI, "needs lm_eval and transformers")
+class LmEval(SharedServerTest):
+    """lm-evaluation-harness' model local-completions: log likelihoods of continuations are those of transformers."""
+
+    FLAGS = ["--dtype", "f32"]
+    # A choice among numbers after a document, and a sentence word by word.
+    CHOICES = [(CASE["context"][:600] + " What is the number? The number is", f" {number}") for number in (1234, 507, 88)]
+    WORDS = [("The special magic", " number for delta"), ("The special magic number for delta", " is 4467."), ("A", " b"),
+             (f"<|im_start|>user\n{CASE['context']}{CASE['question']}<|im_end|>\n<|im_start|>assistant\n", CASE["expected"])]
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+        cls.model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+    def reference(self, context, continuation):
+        whole, begin = (self.tokenizer.encode(text) for text in (context + continuation, context))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(self.model(torch.tensor([whole])).logits[0, :-1].double(), dim=-1)
+        ids = torch.tensor(whole[1:])
+        own = logprobs[torch.arange(len(ids)), ids][len(begin) - 1:]
+        return own.sum().item(), bool((logprobs.argmax(-1) == ids)[len(begin) - 1:].all())
+
+    def test_log_likelihoods(self):
+        asked = self.CHOICES + self.WORDS
+        expected = [self.reference(*one) for one in asked]
+        self.assertEqual([greedy for _, greedy in expected], [*(len(asked) - 1) * [False], True])
+        for tokenized in (True, False):
+            model = LocalCompletionsAPI(model="recall-4m", tokenizer=str(MODEL), tokenized_requests=tokenized,
+                                        base_url=f"http://127.0.0.1:{self.server.port}/v1/completions", batch_size=2)
+            found = model.loglikelihood([Instance("loglikelihood", {}, one, i) for i, one in enumerate(asked)],
+                                        disable_tqdm=True)
+            for (logprob, is_greedy), (wanted, greedy) in zip(found, expected):
+                self.assertAlmostEqual(logprob, wanted, delta=1e-3)
+                self.assertEqual(is_greedy, greedy)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class AnswerText {
 /// A token with its log probability and those of the likeliest tokens.
 struct TokenText {
   TokenId token = -1;
-  float logprob = 0;
+  float logprob = 0;  // NaN: none, as that of a prompt's first token
   std::vector<std::pair<TokenId, float>> top;
 };
 

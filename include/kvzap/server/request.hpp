@@ -39,7 +39,7 @@ struct GenerationRequest {
   std::vector<Segment> prompt;
   /// Number of answers to the prompt. Answer i draws with the seed of `sampling` + i.
   int choices = 1;
-  /// At least 1.
+  /// 0: the prompt runs, and the answer has no token.
   std::int64_t max_new_tokens = 128;
   /// An answer ends with the first of these ids, which is its last token.
   std::vector<TokenId> stop_ids;
@@ -47,6 +47,9 @@ struct GenerationRequest {
   /// Number of likeliest tokens whose log probabilities are reported beside each token's own.
   /// Negative: no log probabilities.
   int top_logprobs = -1;
+  /// Report the log probabilities of the prompt's tokens, too. The prompt then runs from its
+  /// beginning, in pieces whose logits take a bounded memory.
+  bool prompt_logprobs = false;
   /// The pruning of this request: the engine's policy, with its own amount and mode. Absent: the
   /// engine's pruning.
   std::optional<Pruning> pruning;
@@ -88,6 +91,10 @@ class Listener {
   virtual ~Listener() = default;
   /// Receives a token of answer `choice`. Returns false to end the answer with this token.
   virtual bool on_token(int choice, TokenId token, const TokenLogprobs* logprobs) = 0;
+  /// Receives the next tokens of a prompt with GenerationRequest::prompt_logprobs. The first token
+  /// of a prompt has no log probability.
+  virtual void on_prompt(const std::vector<TokenId>& /*tokens*/,
+                         const std::vector<std::optional<TokenLogprobs>>& /*logprobs*/) {}
   /// Receives the end of answer `choice`.
   virtual void on_end(int choice, const Ending& ending) = 0;
   /// Receives an error. Nothing else follows. `is_servers`: the server is at fault, not the

@@ -71,6 +71,8 @@ struct Heard final : Listener {
   std::map<int, std::vector<TokenId>> tokens;
   std::map<int, std::vector<float>> logprobs;
   std::map<int, Ending> endings;
+  std::vector<TokenId> prompt;
+  std::vector<std::optional<TokenLogprobs>> of_prompt;
   std::string error;
   std::int64_t stops_after = -1;
 
@@ -78,6 +80,11 @@ struct Heard final : Listener {
     tokens[choice].push_back(token);
     if (of_token) logprobs[choice].push_back(of_token->logprob);
     return static_cast<std::int64_t>(tokens[choice].size()) != stops_after;
+  }
+  void on_prompt(const std::vector<TokenId>& some,
+                 const std::vector<std::optional<TokenLogprobs>>& of_some) override {
+    prompt.insert(prompt.end(), some.begin(), some.end());
+    of_prompt.insert(of_prompt.end(), of_some.begin(), of_some.end());
   }
   void on_end(int choice, const Ending& ending) override { endings[choice] = ending; }
   void on_error(const std::string& what, bool) override { error = what; }
@@ -262,6 +269,53 @@ TEST_F(SchedulerTest, MemoryThatRunsOutInTheMiddlePreemptsTheNewest) {
       EXPECT_GT(last.preempted, 0);
     }
   }
+}
+
+TEST_F(SchedulerTest, PromptsHaveLogProbabilities) {
+  // Dense prefill judges a context after its tokens have run, so pruning does not change them.
+  std::vector<Asked> all;
+  for (int i = 0; i < 6; ++i) all.push_back({some(40 + 9 * i), {}, i % 2 == 0 ? 0 : 60});
+  all.push_back({some(1), {}, 1});
+  std::vector<std::vector<float>> logits;
+  const auto full = engine();
+  for (const Asked& asked : all) {
+    const SequenceId sequence = full->add_sequence();
+    logits.push_back(
+        full->step(StepBatch(sequence, asked.context, StepRule(), StepOutput::all_logits))[0]
+            .logits);
+    full->free_sequence(sequence);
+  }
+  options.kv_limit = 2 * (full->bytes_per_token() * 150 + full->bytes_per_sequence());
+  serve([&](Scheduler& scheduler) {
+    std::vector<std::shared_ptr<Heard>> heard;
+    for (const Asked& asked : all) {
+      heard.push_back(std::make_shared<Heard>());
+      GenerationRequest request = request_of(asked);
+      request.prompt_logprobs = true;
+      request.top_logprobs = 2;
+      request.choices = 2;
+      scheduler.submit(request, heard.back());
+    }
+    while (scheduler.step()) {
+    }
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      SCOPED_TRACE(i);
+      EXPECT_EQ(heard[i]->error, "");
+      EXPECT_EQ(heard[i]->prompt, all[i].context);
+      EXPECT_FALSE(heard[i]->of_prompt[0]);
+      for (std::size_t t = 1; t < all[i].context.size(); ++t) {
+        const float* const row = logits[i].data() + (t - 1) * served_words;
+        const double total = log_normalizer(row, served_words);
+        const TokenLogprobs& found = *heard[i]->of_prompt[t];
+        EXPECT_NEAR(found.logprob, row[all[i].context[t]] - total, 2e-4);
+        EXPECT_EQ(found.top.size(), 2U);
+        EXPECT_NEAR(found.top[0].second, *std::max_element(row, row + served_words) - total, 2e-4);
+      }
+      for (int choice = 0; choice < 2; ++choice) {
+        EXPECT_EQ(heard[i]->endings[choice].new_tokens, all[i].new_tokens);
+      }
+    }
+  });
 }
 
 TEST_F(SchedulerTest, WhatCanNeverFitFailsAlone) {

@@ -8,6 +8,8 @@ import unittest
 import test_serve as serve
 from harness import KVZAP, MODEL, PATIENCE, SOURCE, run_command
 
+CONTRIB = SOURCE / "contrib"
+
 # Names of vLLM's that its dashboards ask for.
 VLLM = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total",
@@ -241,3 +243,70 @@ class Environment(serve.ServerTest):
         (model,) = server.get("/v1/models")["data"]
         self.assertEqual((model["id"], model["max_model_len"]), ("it", 2048))
         self.stop(server)
+
+
+class Contrib(serve.SharedServerTest):
+    """The files of contrib/ name metrics, flags and paths of this server."""
+
+    def metrics(self):
+        return samples_of(self.server.request("GET", "/metrics")[2].decode())
+
+    def test_dashboard(self):
+        board = json.loads((CONTRIB / "grafana/kvzap-serve.json").read_text())
+        samples = self.metrics()
+        ids, places = set(), set()
+        for panel in board["panels"]:
+            self.assertTrue(panel["title"] and panel["targets"])
+            ids.add(panel["id"])
+            places.add((panel["gridPos"]["x"], panel["gridPos"]["y"]))
+            for target in panel["targets"]:
+                names = re.findall(r"\b((?:kvzap|process|vllm)[_:][a-z0-9_:]+)", target["expr"])
+                self.assertTrue(names, target)
+                for name in names:
+                    self.assertIn(name, samples)
+                self.assertEqual(target["expr"].count("("), target["expr"].count(")"))
+        self.assertEqual(len(ids), len(board["panels"]))
+        self.assertEqual(len(places), len(board["panels"]))
+        for variable in board["templating"]["list"]:
+            for name in re.findall(r"kvzap_[a-z_]+", variable.get("query", "")):
+                self.assertIn(name, samples)
+
+    def test_kubernetes(self):
+        try:
+            import yaml
+        except ImportError:
+            raise unittest.SkipTest("needs PyYAML")
+        documents = {one["kind"]: one for one in yaml.safe_load_all((CONTRIB / "kubernetes/kvzap-serve.yaml").read_text())}
+        self.assertEqual(set(documents), {"Secret", "Deployment", "Service"})
+        pod = documents["Deployment"]["spec"]["template"]
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        flags = dict(argument.lstrip("-").split("=", 1) for argument in container["args"])
+        # The server takes these flags: it fails for the files alone.
+        known = run_command([KVZAP, "serve", *container["args"]])
+        self.fail_with(known, mounts["models"] + "/", "no such file")
+        help_text = run_command([KVZAP, "serve", "--help"]).text
+        for flag in flags:
+            self.assertIn(f"--{flag}", help_text)
+        gibibytes = {kind: int(amounts["memory"].removesuffix("Gi")) for kind, amounts in container["resources"].items()}
+        self.assertEqual(gibibytes["requests"], gibibytes["limits"])
+        weights, budget = 16, int(flags["kv-memory"].removesuffix("GiB"))
+        self.assertGreaterEqual(gibibytes["requests"], weights + budget + 2)
+        self.assertEqual(container["resources"]["requests"]["cpu"], flags["threads"])
+        self.assertGreater(spec["terminationGracePeriodSeconds"], int(flags["drain-seconds"]))
+        for probe in ("startupProbe", "readinessProbe"):
+            path = container[probe]["httpGet"]["path"]
+            self.assertEqual(self.server.get(path), {"status": "ok"})
+        (port,) = container["ports"]
+        self.assertEqual(str(port["containerPort"]), flags["port"])
+        self.assertEqual(documents["Service"]["spec"]["ports"][0]["targetPort"], port["name"])
+        self.assertEqual(documents["Service"]["spec"]["selector"], pod["metadata"]["labels"])
+        self.assertEqual(documents["Deployment"]["spec"]["selector"]["matchLabels"], pod["metadata"]["labels"])
+        annotations = pod["metadata"]["annotations"]
+        self.assertEqual(annotations["prometheus.io/port"], flags["port"])
+        self.assertEqual(self.server.request("GET", annotations["prometheus.io/path"])[0], 200)
+        self.assertEqual(set(mounts), {volume["name"] for volume in spec["volumes"]})
+        keys = documents["Secret"]["stringData"]
+        self.assertEqual([f"{mounts['keys']}/{name}" for name in keys], [flags["api-key-file"]])
+        self.assertTrue(flags["model"].startswith(mounts["models"] + "/"))

@@ -39,6 +39,14 @@ std::string server_name(const std::string& text) {
   return host_in(is_bare ? "[" + text + "]" : text);
 }
 
+bool is_origin(const std::string& text) {
+  const std::size_t place = text.find("://");
+  if (text == "*") return true;
+  if (place == std::string::npos || place == 0) return false;
+  const std::string authority = text.substr(place + 3);
+  return authority.find_first_of("/?#@ ") == std::string::npos && !host_in(authority).empty();
+}
+
 bool equal_in_constant_time(const std::string& secret, const std::string& given) {
   // The time depends on the length of the given text alone.
   unsigned difference = secret.size() == given.size() ? 0 : 1;
@@ -50,13 +58,14 @@ bool equal_in_constant_time(const std::string& secret, const std::string& given)
 }
 
 Access::Access(std::vector<std::string> keys, std::string host, bool is_loopback,
-               std::vector<std::string> allowed_hosts)
+               std::vector<std::string> allowed_hosts, std::vector<std::string> allowed_origins)
     : m_keys(std::move(keys)),
       m_host(std::move(host)),
       m_is_restricted((is_loopback && m_keys.empty()) || !allowed_hosts.empty()),
       m_guesses(counted_addresses) {
   m_names = {"localhost", server_name(m_host)};
   for (const std::string& name : allowed_hosts) m_names.push_back(server_name(name));
+  for (const std::string& origin : allowed_origins) m_origins.push_back(files::lower_case(origin));
 }
 
 bool Access::is_allowed(const std::string& name) const {
@@ -64,6 +73,13 @@ bool Access::is_allowed(const std::string& name) const {
   const auto address = boost::asio::ip::make_address(name, code);
   return (!code && address.is_loopback()) ||
          std::find(m_names.begin(), m_names.end(), name) != m_names.end();
+}
+
+bool Access::is_allowed_origin(const std::string& origin) const {
+  const std::string lower = files::lower_case(origin);
+  return !origin.empty() && std::any_of(m_origins.begin(), m_origins.end(), [&](const auto& one) {
+    return one == "*" || one == lower;
+  });
 }
 
 std::optional<Reply> Access::judge_names(const Request& request) const {
@@ -76,10 +92,12 @@ std::optional<Reply> Access::judge_names(const Request& request) const {
   }
   const std::string& origin = request.field("origin");
   const std::size_t place = origin.find("://");
-  if (origin.empty()) return {};
+  if (origin.empty() || is_allowed_origin(origin)) return {};
   if (place == std::string::npos ||
       files::lower_case(origin.substr(place + 3)) != files::lower_case(request.authority)) {
-    return error_reply(forbidden, "the request comes from a page of another server");
+    return error_reply(forbidden,
+                       "the request comes from a page of another server; --allowed-origin admits "
+                       "its origin");
   }
   return {};
 }

@@ -1,7 +1,5 @@
 #include "http/answering.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <boost/asio/post.hpp>
 #include <chrono>
@@ -176,15 +174,16 @@ void Answering::end(int status, const std::string& what) {
   m_connection.reset();
 }
 
-std::string Answering::summary() const {
-  std::string text = fmt::format("request {}", m_tickets.front()->id());
+AnswerFacts Answering::facts() const {
+  AnswerFacts facts;
+  facts.request = m_tickets.front()->id();
   if (m_has_ended) {
-    const server::TokenCounts counts = m_writer->count(m_endings);
-    text += fmt::format(" prompt {} cached {} new {} evicted {:.3f} first {:.3f} s", counts.prompt,
-                        counts.cached, counts.generated, m_endings.front().evict_ratio,
-                        m_first_seconds);
+    facts.tokens = m_writer->count(m_endings);
+    facts.evict_ratio = m_endings.front().evict_ratio;
+    facts.first_seconds = m_first_seconds;
   }
-  return text + fmt::format(" total {:.3f} s", seconds_since(m_start));
+  facts.total_seconds = seconds_since(m_start);
+  return facts;
 }
 
 }  // namespace kvzap::driver

@@ -15,6 +15,7 @@
 #include "base/stopwatch.hpp"
 #include "http/connection.hpp"
 #include "http/exchange.hpp"
+#include "http/request_log.hpp"
 
 namespace kvzap::driver {
 
@@ -38,7 +39,7 @@ class Answering final : public Answer, public std::enable_shared_from_this<Answe
   void on_sent() override { update(); }
 
   /// Describes the request for the log: its number, tokens and times.
-  std::string summary() const;
+  AnswerFacts facts() const;
   const Request& request() const { return m_connection->request(); }
 
  private:

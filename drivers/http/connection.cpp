@@ -8,6 +8,8 @@
 #include <chrono>
 #include <exception>
 
+#include "http/request_log.hpp"
+
 namespace kvzap::driver {
 namespace {
 
@@ -206,6 +208,7 @@ bool Connection::take_head() {
     }
     return false;
   }
+  m_parser->request().id = request_id(m_parser->request().field("x-request-id"));
   const Request& request = m_parser->request();
   auto refused = m_service.judge(request);
   if (!refused) refused = m_service.judge_size(request, request.length);
@@ -301,6 +304,7 @@ void Connection::reply(Reply reply) {
     reply.fields.try_emplace("Retry-After", std::to_string(m_service.retry_after()));
   }
   if (reply.error) reply.body = error_text(reply.status, *reply.error, request().path);
+  m_service.add_fields(request(), reply);
   std::string text = head_of(reply, Framing::length, idle_seconds);
   if (request().method != "HEAD") text += reply.body;
   write(text);
@@ -313,6 +317,7 @@ void Connection::begin_stream(const Reply& head) {
   m_closes = m_closes || !m_is_chunked || !request().keeps_open;
   Reply first = head;
   first.closes = m_closes;
+  m_service.add_fields(request(), first);
   write(head_of(first, m_is_chunked ? Framing::chunks : Framing::end_of_connection, idle_seconds));
 }
 

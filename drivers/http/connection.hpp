@@ -47,6 +47,8 @@ class Service {
   virtual bool hold(std::int64_t bytes) = 0;
   /// Answers a whole request by Connection::reply or stream, now or later.
   virtual void answer(const std::shared_ptr<Connection>& connection) = 0;
+  /// Adds the fields that all replies have.
+  virtual void add_fields(const Request& request, Reply& reply) const = 0;
   /// Returns the seconds after which a client may try again.
   virtual int retry_after() const = 0;
   /// Called for each reply that did not come from `answer`.

@@ -1,6 +1,5 @@
 #include "http/http_server.hpp"
 
-#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,7 +7,6 @@
 #include <boost/asio/post.hpp>
 #include <boost/asio/thread_pool.hpp>
 #include <chrono>
-#include <ctime>
 #include <exception>
 #include <new>
 #include <thread>
@@ -22,6 +20,8 @@
 #include "http/connection.hpp"
 #include "http/listener.hpp"
 #include "http/paths.hpp"
+#include "http/process_metrics.hpp"
+#include "http/request_log.hpp"
 #include "http/serve_page.hpp"
 
 namespace kvzap::driver {
@@ -55,10 +55,6 @@ Reply json(std::string body) {
   return reply;
 }
 
-std::string time_text() {
-  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
-}
-
 }  // namespace
 
 class HttpServer::Impl final : public Service {
@@ -84,6 +80,7 @@ class HttpServer::Impl final : public Service {
   bool hold(std::int64_t bytes) override { return (m_held += bytes) <= all_bodies; }
   int retry_after() const override;
   void answer(const std::shared_ptr<Connection>& connection) override;
+  void add_fields(const Request& request, Reply& reply) const override;
   void log(const Request& request, const Reply& reply) override;
 
  private:
@@ -91,6 +88,7 @@ class HttpServer::Impl final : public Service {
   Reply get(const std::string& path);
   Reply stored(const Request& request);
   Reply health() const;
+  static Reply preflight();
   void work(const std::shared_ptr<Connection>& connection);
   void lose(const std::weak_ptr<Connection>& connection);
   Reply read(const std::string& body, const Request& request,
@@ -113,7 +111,8 @@ class HttpServer::Impl final : public Service {
 HttpServer::Impl::Impl(const HttpOptions& options)
     : m_options(options),
       m_listener(options.host, options.port, options.max_connections),
-      m_access(options.api_keys, options.host, m_listener.is_loopback(), options.allowed_hosts) {
+      m_access(options.api_keys, options.host, m_listener.is_loopback(), options.allowed_hosts,
+               options.allowed_origins) {
   m_listener.start(*this);
 }
 
@@ -129,6 +128,9 @@ std::optional<Reply> HttpServer::Impl::judge(const Request& request) {
   const Path* const path = path_of(request.path);
   const bool is_open = path && path->is_open;
   if (auto refused = m_access.judge_names(request)) return refused;
+  if (request.method == "OPTIONS" && m_access.is_allowed_origin(request.field("origin"))) {
+    return preflight();  // a browser sends no key with it
+  }
   if (!is_open) {
     if (auto refused = m_access.judge_key(request)) return refused;
   }
@@ -213,7 +215,8 @@ Reply HttpServer::Impl::get(const std::string& path) {
   Reply reply;
   if (path == "/metrics") {
     reply.type = "text/plain; version=0.0.4; charset=utf-8";
-    reply.body = server::metrics_text(m_scheduler.load()->counts(), *m_model);
+    reply.body = server::metrics_text(m_scheduler.load()->counts(), *m_model) +
+                 process_metrics(m_options.version, m_options.revision);
   } else if (path == "/") {
     reply.type = "text/html; charset=utf-8";
     reply.body = serve_page;
@@ -295,8 +298,7 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
           log_end(ended, status, what);
         });
     if (m_options.logs && m_options.logs_prompts) {
-      say_without_waiting(
-          fmt::format("{} prompt {}\n", time_text(), files::shown(body, body.size())));
+      say_without_waiting(prompt_line(request, body, m_options.logs_json));
     }
     made->submit(*m_scheduler.load());
     answering = std::move(made);
@@ -337,23 +339,37 @@ int HttpServer::Impl::retry_after() const {
   return static_cast<int>(std::clamp(each, 1.0, most));
 }
 
+void HttpServer::Impl::add_fields(const Request& request, Reply& reply) const {
+  if (!request.id.empty()) reply.fields["X-Request-Id"] = request.id;
+  const std::string& origin = request.field("origin");
+  if (origin.empty() || !m_access.is_allowed_origin(origin)) return;
+  reply.fields["Access-Control-Allow-Origin"] = origin;
+  reply.fields["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After";
+  reply.fields["Vary"] = "Origin";
+}
+
+/// Tells a browser what pages of an allowed origin may send.
+Reply HttpServer::Impl::preflight() {
+  Reply reply;
+  reply.type = "text/plain";
+  reply.fields["Access-Control-Allow-Methods"] = "GET, HEAD, POST, DELETE";
+  // Browsers take * for all fields but this one.
+  reply.fields["Access-Control-Allow-Headers"] = "Authorization, *";
+  reply.fields["Access-Control-Max-Age"] = "600";
+  return reply;
+}
+
 void HttpServer::Impl::log(const Request& request, const Reply& reply) {
-  if (!m_options.logs) return;
-  const auto shown = [](const std::string& text) {
-    return text.empty() ? std::string("-") : files::shown(text, 200);
-  };
-  say_without_waiting(fmt::format("{} {} {} {} {}{}{}\n", time_text(), request.client,
-                                  shown(request.method), shown(request.path), reply.status,
-                                  reply.note.empty() ? "" : " ", reply.note));
+  if (!m_options.logs || request.method == "OPTIONS") return;
+  say_without_waiting(log_line(request, reply.status, reply.note, nullptr, m_options.logs_json));
 }
 
 void HttpServer::Impl::log_end(const Answering& answering, int status,
                                const std::string& what) const {
   if (!m_options.logs) return;
-  const Request& request = answering.request();
-  say_without_waiting(fmt::format("{} {} {} {} {} {}{}{}\n", time_text(), request.client,
-                                  request.method, request.path, status, answering.summary(),
-                                  what.empty() ? "" : " ", files::shown_message(what)));
+  const AnswerFacts facts = answering.facts();
+  say_without_waiting(log_line(answering.request(), status, files::shown_message(what), &facts,
+                               m_options.logs_json));
 }
 
 HttpServer::HttpServer(const HttpOptions& options) : m_impl(std::make_unique<Impl>(options)) {}

@@ -26,6 +26,12 @@ struct HttpOptions {
   /// prompt.
   bool logs = true;
   bool logs_prompts = false;
+  /// Lines are JSON objects.
+  bool logs_json = false;
+  /// Origins of other servers' pages that may use this one, or "*" for all: see Access.
+  std::vector<std::string> allowed_origins;
+  /// Of kvzap, for the metrics.
+  std::string version, revision;
 };
 
 /// Maximum bytes of a body.
@@ -35,6 +41,8 @@ constexpr std::size_t largest_body = std::size_t{64} << 20;
 /// or
 /// "" if the text is none.
 std::string server_name(const std::string& text);
+/// Returns whether a text is an origin, as https://chat.example.org:8443, or "*".
+bool is_origin(const std::string& text);
 
 /// Listens on threads of its own: one for all connections, two that read bodies.
 class HttpServer {

@@ -6,6 +6,7 @@ namespace kvzap::driver {
 class HttpServer::Impl {};
 
 std::string server_name(const std::string& text) { return text; }
+bool is_origin(const std::string&) { return true; }
 
 HttpServer::HttpServer(const HttpOptions&) {
   throw Error("this kvzap was built without Boost (Asio and Beast), which kvzap serve needs");

@@ -27,6 +27,7 @@ struct Request {
   bool waits_for_continue = false;  // Expect: 100-continue
   bool keeps_open = false;          // the client wants to send further requests
   std::string client;               // its address
+  std::string id;                   // see request_id; "" before the head is complete
 
   /// Returns the value of a field, or "". `name`: in lower case.
   const std::string& field(const std::string& name) const;

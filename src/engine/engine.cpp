@@ -78,6 +78,7 @@ bool Engine::keeps_beginnings(std::int64_t tokens) const {
 void Engine::free_sequence(SequenceId sequence) {
   m_parts->decoder.cache().free_sequence(sequence);  // throws within a step
   m_parts->decoder.placement().free(sequence);
+  m_parts->keeps_pages = false;
   m_parts->states.erase(sequence);
   m_parts->pins.erase(sequence);
 }

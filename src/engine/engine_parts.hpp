@@ -42,6 +42,7 @@ struct Engine::Parts {
   double repeat_seconds = 0;  // model time in steps that repeat contexts
   std::map<SequenceId, std::vector<std::weak_ptr<CacheState>>> pins;  // live checkpoints
   std::int64_t until_balance = 0;                                     // steps
+  bool keeps_pages = false;  // with their owners: memory was short, and no sequence has gone since
 };
 
 struct Engine::Checkpoint::State {

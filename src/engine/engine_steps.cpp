@@ -12,23 +12,42 @@ std::vector<StepResult> Engine::step(const StepBatch& batch, const ProgressCallb
       batch.spans().begin(), batch.spans().end(),
       [&](const StepBatch::Span& span) { return state_with_policy(span.sequence) != nullptr; });
   std::vector<StepResult> results;
-  if (!any) {
-    results = m_parts->decoder.step(batch, progress);
-    balance(batch);
-    return results;
-  }
-  plan(batch);
-  // Policies see all rows of a head.
-  try {
-    for (const StepBatch::Span& span : m_parts->batch.spans()) {
-      if (span.rule.policy && !span.rule.policy->only_watches) gather_pages(span.sequence);
+  const auto run = [&] {
+    if (!any) {
+      results = m_parts->decoder.step(batch, progress);
+      return;
     }
-  } catch (const AgreedOutOfMemory& error) {
-    begin_policies_anew();
-    throw StepOutOfMemory(error.what());
+    plan(batch);
+    // Policies see all rows of a head.
+    try {
+      for (const StepBatch::Span& span : m_parts->batch.spans()) {
+        if (span.rule.policy && !span.rule.policy->only_watches) gather_pages(span.sequence);
+      }
+    } catch (const AgreedOutOfMemory& error) {
+      begin_policies_anew();
+      throw StepOutOfMemory(error.what());
+    }
+    or_begin_anew([&] { results = m_parts->decoder.step(m_parts->batch, progress); });
+    finish();
+  };
+  try {
+    run();
+  } catch (const StepOutOfMemory&) {
+    // Ranks whose heads are fewer have less memory: pages of other ranks' heads make room for the
+    // new rows of their own.
+    engine::PagePlacement& placement = m_parts->decoder.placement();
+    if (placement.is_plain()) throw;
+    for (const auto& [sequence, state] : m_parts->states) {
+      try {
+        gather_pages(sequence);
+      } catch (const AgreedOutOfMemory&) {
+        continue;  // the owner has less room than the ranks that hold its pages
+      }
+    }
+    placement.trim();
+    m_parts->keeps_pages = true;
+    run();
   }
-  or_begin_anew([&] { results = m_parts->decoder.step(m_parts->batch, progress); });
-  finish();
   balance(batch);
   return results;
 }
@@ -44,7 +63,7 @@ bool Engine::is_pinned(SequenceId sequence) {
 }
 
 void Engine::balance(const StepBatch& batch) {
-  if (communicator().size() == 1 || options().balance <= 0) return;
+  if (communicator().size() == 1 || options().balance <= 0 || m_parts->keeps_pages) return;
   // A decode step adds at most one row to a head.
   const bool is_long = batch.tokens().size() > batch.spans().size();
   if (!is_long && --m_parts->until_balance > 0) return;

@@ -1,10 +1,7 @@
-#include <fmt/format.h>
-
 #include <kvzap/server/protocol.hpp>
 #include <nlohmann/json.hpp>
 
 #include "files/json_file.hpp"
-#include "files/quote.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -64,47 +61,6 @@ std::string status_body(const ServedModel& model, const Scheduler& scheduler,
     json["sequences"].push_back(std::move(one));
   }
   return files::json_text(json);
-}
-
-std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model) {
-  std::string text;
-  std::string value_of_label;
-  for (const char letter : files::shown(model.name, 200)) {
-    if (letter == '"' || letter == '\\') value_of_label += '\\';
-    value_of_label += letter;
-  }
-  const std::string labels = fmt::format("{{model_name=\"{}\"}}", value_of_label);
-  const auto add = [&](const char* metric, const char* type, const char* help, double value) {
-    text += fmt::format("# HELP kvzap_{0} {1}\n# TYPE kvzap_{0} {2}\nkvzap_{0}{3} {4}\n", metric,
-                        help, type, labels, value);
-  };
-  const auto gauge = [&](const char* name, const char* help, auto value) {
-    add(name, "gauge", help, static_cast<double>(value));
-  };
-  const auto counter = [&](const char* name, const char* help, auto value) {
-    add(name, "counter", help, static_cast<double>(value));
-  };
-  gauge("requests_running", "Sequences in the batch.", counts.running);
-  gauge("requests_waiting", "Sequences in the queue.", counts.waiting);
-  gauge("prefixes", "Kept cache states of prompts.", counts.prefixes);
-  gauge("kv_allocated_bytes", "Bytes of rank 0 in pages, rings and states.", counts.kv_allocated);
-  gauge("kv_free_bytes", "Free bytes of rank 0 for pages, rings and states.", counts.kv_free);
-  gauge("keep_ratio", "Mean kept share of pairs over finished answers.", counts.keep_ratio);
-  counter("requests_finished_total", "Requests answered.", counts.finished);
-  counter("requests_cancelled_total", "Requests whose client disconnected.", counts.cancelled);
-  counter("requests_failed_total", "Requests that ended with an error.", counts.failed);
-  counter("requests_refused_total", "Requests refused because the queue was full.", counts.refused);
-  counter("preemptions_total", "Sequences freed to make room and computed again.",
-          counts.preempted);
-  counter("prefixes_evicted_total", "Kept states freed to make room.", counts.prefixes_evicted);
-  counter("steps_total", "Model steps.", counts.steps);
-  counter("prompt_tokens_total", "Prompt tokens that ran.", counts.prompt_tokens);
-  counter("cached_prompt_tokens_total", "Prompt tokens taken from kept states.",
-          counts.cached_tokens);
-  counter("generation_tokens_total", "Generated tokens.", counts.new_tokens);
-  counter("step_seconds_total", "Time in steps.", counts.step_seconds);
-  counter("scheduler_seconds_total", "Time of the scheduler between steps.", counts.own_seconds);
-  return text;
 }
 
 }  // namespace kvzap::server

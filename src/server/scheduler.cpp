@@ -400,13 +400,14 @@ void Scheduler::Impl::forget_prefixes() {
 
 void Scheduler::Impl::note_counts() {
   EngineSet& engines = m_executor.engines();
-  const std::size_t free = engines.free_bytes();
+  const std::size_t free = engines.free_bytes(), used = engines.used_bytes();
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.waiting = static_cast<std::int64_t>(m_waiting.size() + m_submitted.size());
   m_counts.running = static_cast<std::int64_t>(m_running.size());
   m_counts.prefixes = m_tree.size();
   m_counts.kv_allocated = static_cast<std::int64_t>(engines.allocated_bytes());
   m_counts.kv_free = static_cast<std::int64_t>(free);
+  m_counts.kv_used = static_cast<std::int64_t>(used);
   m_counts.keep_ratio = m_keep_ratio;
 }
 

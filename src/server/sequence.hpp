@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/stopwatch.hpp"
 #include "server/prefill_order.hpp"
 #include "server/prefix_tree.hpp"
 
@@ -32,6 +33,7 @@ struct Job {
   std::shared_ptr<Scheduler::Ticket> ticket;
   Executor::Traits traits;
   std::shared_ptr<ClientShare> share;
+  base::Clock::time_point start = base::Clock::now();
   std::int64_t prompt_tokens = 0;
   PrefixKey key;               // of the whole prompt
   std::int64_t key_begin = 0;  // its elements before those of the first segment
@@ -59,6 +61,7 @@ struct Sequence {
   std::size_t fed = 0;               // tokens of the answer that have run
   std::int64_t to_read = 0;          // tokens outside kept states; an estimate while it waits
   int passed_over = 0;               // steps of others while it was the oldest and got no rows
+  base::Clock::time_point last_token;
   bool has_ended = false;
   EndReason reason = EndReason::stop_id;
   double evict_ratio = 0;

@@ -162,6 +162,7 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.cached_tokens += sequence.cached;
   ++m_counts.running;
+  if (!job.has_run) m_counts.queue_seconds.add(base::seconds_since(job.start));
   leave_queue(*sequence.job);
   return true;
 }

@@ -273,9 +273,15 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
                 true);
   }
   sequence.said->append(token);
+  const auto before = std::exchange(sequence.last_token, base::Clock::now());
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
     ++m_counts.new_tokens;
+    if (sequence.answered().size() == 1) {
+      m_counts.first_token_seconds.add(base::seconds_since(job.start));
+    } else {
+      m_counts.between_tokens_seconds.add(base::seconds_since(before));
+    }
   }
   std::optional<TokenLogprobs> logprobs;
   if (request.top_logprobs >= 0) {
@@ -326,9 +332,13 @@ void Scheduler::Impl::end_answers() {
     ending.kv_bytes = report.own_bytes;
     m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
     sequence.job->listener->on_end(sequence.choice, ending);
-    if (--sequence.job->open == 0) {
+    {
       const std::lock_guard<std::mutex> lock(m_mutex);
-      ++m_counts.finished;
+      const bool is_stop =
+          sequence.reason == EndReason::stop_id || sequence.reason == EndReason::cut;
+      ++(is_stop ? m_counts.stopped : m_counts.cut_by_length);
+      m_counts.answer_seconds.add(base::seconds_since(sequence.job->start));
+      if (--sequence.job->open == 0) ++m_counts.finished;
     }
     if (keeps_states(sequence)) {
       keep(sequence.key, sequence.handle, sequence.whole_from);

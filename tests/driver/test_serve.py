@@ -295,7 +295,7 @@ class Protocol(SharedServerTest):
         self.assertEqual(status, 200)
         self.assertTrue(headers["Content-Type"].startswith("text/plain"))
         for line in text.decode().splitlines():
-            self.assertRegex(line, r'^(# (HELP|TYPE) kvzap_\w+ .+|kvzap_\w+(\{\w+="[^"]*"\})? [-+.\de]+)$')
+            self.assertRegex(line, r'^(# (HELP|TYPE) [\w:]+ .+|[\w:]+(\{(\w+="[^"]*",?)+\})? [-+.\de]+)$')
         metrics = self.server.metrics()
         for name in ("requests_finished_total", "steps_total", "generation_tokens_total", "step_seconds_total"):
             self.assertGreater(metrics[f"kvzap_{name}"], 0)

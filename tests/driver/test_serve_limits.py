@@ -372,7 +372,7 @@ class Crowd(serve.ServerTest):
                 break
         self.assertEqual(ask(1), 404)
         self.assertRegex(os.read(process.stderr.fileno(), 1 << 16),
-                         rb"^kvzap: note: \d+ lines lost: nobody read standard error\n\S+ 127\.0\.0\.1 GET /none 404")
+                         rb"^kvzap: note: \d+ lines lost: nobody read standard error\n\S+ 127\.0\.0\.1 \S+ GET /none 404")
         self.assertEqual(ask(1500), 404)
         process.send_signal(signal.SIGTERM)
         self.assertEqual(process.wait(PATIENCE), 0)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <kvzap/engine/engine.hpp>
@@ -105,11 +106,35 @@ std::vector<std::string> read_keys(const std::string& file) {
   return keys;
 }
 
+/// Returns the key in KVZAP_API_KEY, or "".
+std::string key_in_environment() {
+  const char* const value = std::getenv("KVZAP_API_KEY");
+  const std::string key = value ? value : "";
+  if (key.empty()) return {};
+  if (const std::string fault = fault_of_key(key); !fault.empty()) {
+    throw Error(
+        fmt::format("KVZAP_API_KEY {}; expected a key of up to {} printable characters without "
+                    "blanks",
+                    fault, longest_key));
+  }
+  return key;
+}
+
+bool has_all_origins(const ServeOptions& o) {
+  return std::find(o.allowed_origins.begin(), o.allowed_origins.end(), "*") !=
+         o.allowed_origins.end();
+}
+
 /// Runs the command, from checks of the options to the end of the server.
 class Serving {
  public:
-  Serving(ServeOptions& options, const Communicator& comm)
-      : m_options(options), m_comm(comm), m_talks(comm.is_root()) {
+  Serving(ServeOptions& options, const Communicator& comm, const std::string& version,
+          const std::string& revision)
+      : m_options(options),
+        m_comm(comm),
+        m_version(version),
+        m_revision(revision),
+        m_talks(comm.is_root()) {
     if (m_options.quiet) m_talks = false;
   }
   int operator()();
@@ -126,6 +151,7 @@ class Serving {
 
   ServeOptions& m_options;
   const Communicator& m_comm;
+  std::string m_version, m_revision;
   bool m_talks;
   std::optional<StopWatch> m_watch;
   std::optional<ModelSetup> m_setup;
@@ -209,9 +235,14 @@ void Serving::listen() {
                                               : m_options.host;
     http.port = m_options.port;
     http.api_keys = read_keys(m_options.api_key_file);
+    if (const std::string key = key_in_environment(); !key.empty()) http.api_keys.push_back(key);
     http.allowed_hosts = m_options.allowed_hosts;
     http.logs = m_talks;
     http.logs_prompts = m_options.log_prompts;
+    http.logs_json = m_options.log_format == "json";
+    http.allowed_origins = m_options.allowed_origins;
+    http.version = m_version;
+    http.revision = m_revision;
     // Connections for running and waiting requests, and many more for clients that have not asked
     // yet: the more there are, the longer a new one may take for its request while others come.
     constexpr std::int64_t others = 1024, most = 8192;
@@ -222,6 +253,10 @@ void Serving::listen() {
       say("kvzap: warning: --host {}: everybody who reaches this address can use the server; "
           "set --api-key-file to require a key\n",
           files::shown_message(http.host));
+    }
+    if (has_all_origins(m_options) && http.api_keys.empty() && m_talks) {
+      say("kvzap: warning: --allowed-origin *: every page that a browser on this machine shows can "
+          "use the server; set --api-key-file to require a key\n");
     }
   });
 }
@@ -429,6 +464,41 @@ void declare_responses(CLI::App& app, ServeOptions& o, const char* group) {
       ->group(group);
 }
 
+/// Options of clients and their access.
+void declare_access(CLI::App& app, ServeOptions& o) {
+  const auto server = "Server";
+  app.add_option("--host", o.host, "address to listen on; 0.0.0.0 or :: for all addresses")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(server);
+  app.add_option("--port", o.port, "port to listen on; 0: any free port")
+      ->capture_default_str()
+      ->group(server);
+  app.add_option(
+         "--api-key-file", o.api_key_file,
+         "file with API keys, one a line; each request needs one of them, or the one in the "
+         "environment variable KVZAP_API_KEY; default: no key needed")
+      ->type_name("FILE")
+      ->group(server);
+  app.add_option("--allowed-hosts", o.allowed_hosts,
+                 "further names by which clients reach the server, without patterns, separated by "
+                 "commas; default: "
+                 "without keys on a loopback address only localhost and loopback addresses, "
+                 "otherwise all names")
+      ->delimiter(',')
+      ->type_name("LIST")
+      ->group(server);
+  app.add_option("--allowed-origin", o.allowed_origins,
+                 "origins of other servers' pages that may use this one, separated by commas, as "
+                 "https://chat.example.org; *: all; default: none")
+      ->delimiter(',')
+      ->type_name("LIST")
+      ->group(server);
+  app.add_option("--alias", o.alias, "model name for clients; default: the folder's name")
+      ->type_name("NAME")
+      ->group(server);
+}
+
 }  // namespace
 
 void declare_serve(CLI::App& app, ServeOptions& o) {
@@ -458,30 +528,8 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
            "default: --dtype");
   describe("--thinking", "let a Qwen3 model think before it answers, unless a request sets it");
   describe("--quiet", "print only errors and the address on standard error");
+  declare_access(app, o);
   const auto server = "Server";
-  app.add_option("--host", o.host, "address to listen on; 0.0.0.0 or :: for all addresses")
-      ->capture_default_str()
-      ->type_name("NAME")
-      ->group(server);
-  app.add_option("--port", o.port, "port to listen on; 0: any free port")
-      ->capture_default_str()
-      ->group(server);
-  app.add_option("--api-key-file", o.api_key_file,
-                 "file with API keys, one a line; each request needs one of them; default: no key "
-                 "needed")
-      ->type_name("FILE")
-      ->group(server);
-  app.add_option("--allowed-hosts", o.allowed_hosts,
-                 "further names by which clients reach the server, without patterns, separated by "
-                 "commas; default: "
-                 "without keys on a loopback address only localhost and loopback addresses, "
-                 "otherwise all names")
-      ->delimiter(',')
-      ->type_name("LIST")
-      ->group(server);
-  app.add_option("--alias", o.alias, "model name for clients; default: the folder's name")
-      ->type_name("NAME")
-      ->group(server);
   app.add_option("--kv-memory", o.kv_memory,
                  "memory for the keys and values of all requests and kept prompts, over all ranks: "
                  "512M, 2GB, 1.5GiB; default: four fifths of the free memory after the weights are "
@@ -500,12 +548,12 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
                  "maximum tokens of a step: generated tokens and prompt chunks")
       ->capture_default_str()
       ->group(server);
-  app.add_option("--max-sequences", o.scheduling.max_sequences,
-                 "maximum sequences that run at once")
+  app.add_option("--max-sequences", o.scheduling.max_sequences, "maximum sequences of a step")
       ->capture_default_str()
       ->group(server);
   app.add_option("--max-queue", o.scheduling.max_queue,
-                 "maximum requests that wait; others are refused. Connections: the sum of "
+                 "maximum requests that wait beside those for which there are places; others are "
+                 "refused. Connections: the sum of "
                  "--max-sequences and this, plus 1024, at most 8192")
       ->capture_default_str()
       ->group(server);
@@ -519,6 +567,11 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
                  "seconds to finish running requests after SIGTERM, SIGINT, SIGHUP or SIGUSR1; a "
                  "second signal, at least a second later, ends them after the current step")
       ->capture_default_str()
+      ->group(server);
+  app.add_option("--log-format", o.log_format,
+                 "form of the line that the log has for each request: a text or a JSON object")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"text", "json"}))
       ->group(server);
   app.add_flag("--log-prompts", o.log_prompts, "log the text of prompts, too")->group(server);
   declare_seed(
@@ -555,8 +608,17 @@ void check_options(const ServeOptions& o) {
                         "in chat.example.org,10.0.0.1",
                         files::in_quotes(name)));
   }
+  for (const std::string& origin : o.allowed_origins) {
+    require(is_origin(origin),
+            fmt::format("--allowed-origin has {}; expected origins without a path, as in "
+                        "https://chat.example.org, or *",
+                        files::in_quotes(origin)));
+  }
 }
 
-int serve(ServeOptions& options, const Communicator& comm) { return Serving(options, comm)(); }
+int serve(ServeOptions& options, const Communicator& comm, const std::string& version,
+          const std::string& revision) {
+  return Serving(options, comm, version, revision)();
+}
 
 }  // namespace kvzap::driver

@@ -29,6 +29,8 @@ struct ServeOptions : EngineOptions {
   std::string request_policies = "on";
   double drain_seconds = 30;
   bool log_prompts = false;
+  std::string log_format = "text";
+  std::vector<std::string> allowed_origins;
 };
 
 void declare_serve(CLI::App& app, ServeOptions& options);
@@ -39,7 +41,9 @@ void check_options(const ServeOptions& options);
 
 /// Runs the command on all ranks: rank 0 listens, the others follow. Collective. Returns the exit
 /// status: 0 if a signal ended the server and all requests were answered, 128 + the signal's number
-/// if some were cut off. Throws AgreedError on every rank for invalid options.
-int serve(ServeOptions& options, const Communicator& comm);
+/// if some were cut off. Throws AgreedError on every rank for invalid options. `version` and
+/// `revision`: of kvzap, for the metrics.
+int serve(ServeOptions& options, const Communicator& comm, const std::string& version,
+          const std::string& revision);
 
 }  // namespace kvzap::driver

@@ -123,7 +123,10 @@ const Command table[] = {
     {"serve", "serve many users over HTTP, with OpenAI's protocol",
      [](CLI::App& app, Line& line) { declare_serve(app, line.serve_options); },
      [](const Line& line) { check_serve(line.serve_options); },
-     [](Line& line, const Comm& comm) { return serve(line.serve_options, comm); }, nullptr},
+     [](Line& line, const Comm& comm) {
+       return serve(line.serve_options, comm, version, revision);
+     },
+     nullptr},
     {"bench", "measure prefill and decode at given context lengths and evict ratios",
      declare_options<&Line::bench_options>,
      [](const Line& line) { as_usage([&] { tests_of(line.bench_options); }); },

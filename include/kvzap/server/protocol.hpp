@@ -208,7 +208,7 @@ std::string deleted_body(const std::string& id);
 /// Returns the body of /kvzap/status. `kv_memory`: bytes over all ranks; none: no limit.
 std::string status_body(const ServedModel& model, const Scheduler& scheduler,
                         std::optional<std::int64_t> kv_memory);
-/// Returns the body of /metrics, in Prometheus' text format.
+/// Returns the scheduler's part of /metrics, in Prometheus' text format.
 std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model);
 
 }  // namespace kvzap::server

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <kvzap/server/executor.hpp>
+#include <kvzap/server/histogram.hpp>
 #include <kvzap/server/request.hpp>
 #include <memory>
 #include <vector>
@@ -48,6 +49,13 @@ struct SchedulerCounts {
   double own_seconds = 0;                      // planning, sampling, calls of listeners
   std::int64_t kv_allocated = 0, kv_free = 0;  // bytes of rank 0
   double keep_ratio = 1;                       // running mean over finished answers
+  std::int64_t kv_used = 0;                    // bytes of rank 0, kept states included
+  std::int64_t stopped = 0;                    // answers that ended by themselves or a stop text
+  std::int64_t cut_by_length = 0;              // answers that ended at a maximum
+  Histogram queue_seconds;                     // of requests, from `submit` to the first step
+  Histogram first_token_seconds;               // of answers, from `submit` on
+  Histogram between_tokens_seconds;
+  Histogram answer_seconds;  // from `submit` to the end of an answer
 };
 
 /// The current state of a sequence.

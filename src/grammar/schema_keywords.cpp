@@ -1,0 +1,361 @@
+// Reads the keywords of one schema.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "grammar/json_strings.hpp"
+#include "grammar/regular_expression.hpp"
+#include "grammar/schema_graph.hpp"
+
+namespace kvzap::grammar {
+namespace {
+
+/// Counts above it are more than an answer has.
+constexpr std::int64_t most_count = max_repeat_count;
+
+class KeywordReader {
+ public:
+  KeywordReader(SchemaGraph& graph, SchemaNode& node)
+      : graph_(graph), node_(node), json_(*node.json), own_(node.keywords) {}
+
+  void read() {
+    if (json_.is_boolean()) {
+      if (!json_.get<bool>()) own_.types = 0;
+      node_.restricts = own_.types == 0;
+      return;
+    }
+    if (!json_.is_object()) fail("", "expected an object, true or false");
+    refuse();
+    types();
+    values();
+    numbers();
+    strings();
+    arrays();
+    objects();
+    choices();
+    dependencies();
+    node_.restricts = restricts();
+  }
+
+ private:
+  const SchemaJson* find(const char* keyword) const {
+    const auto at = json_.find(keyword);
+    return at == json_.end() ? nullptr : &*at;
+  }
+
+  [[noreturn]] void fail(std::string_view keyword, const std::string& message) const {
+    fail_schema(keyword.empty() ? own_.pointer : schema_pointer(own_.pointer, keyword), message);
+  }
+
+  NodeId child(const SchemaJson& json, std::string_view keyword) {
+    return graph_.add(json, node_.resource, schema_pointer(own_.pointer, keyword));
+  }
+  NodeId child(const SchemaJson& json, std::string_view keyword, std::string_view member) {
+    return graph_.add(json, node_.resource,
+                      schema_pointer(schema_pointer(own_.pointer, keyword), member));
+  }
+
+  std::vector<NodeId> list(const SchemaJson& json, const char* keyword) {
+    if (!json.is_array()) fail(keyword, "expected an array of schemas");
+    std::vector<NodeId> schemas;
+    for (std::size_t i = 0; i < json.size(); ++i) {
+      schemas.push_back(child(json[i], keyword, std::to_string(i)));
+    }
+    return schemas;
+  }
+
+  /// Keywords that restrict documents, and no grammar expresses.
+  void refuse() const {
+    for (const char* keyword :
+         {"contains", "$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy"}) {
+      if (find(keyword) != nullptr) fail(keyword, "not supported");
+    }
+  }
+
+  void types() {
+    if (const SchemaJson* type = find("type")) {
+      own_.types = 0;
+      const bool is_list = type->is_array();
+      for (const SchemaJson& each : is_list ? *type : SchemaJson::array({*type})) {
+        own_.types |= named_type(each);
+      }
+      const SchemaJson* nullable = find("nullable");  // of OpenAPI
+      if (nullable != nullptr && *nullable == true) own_.types |= null_type;
+    }
+  }
+
+  unsigned named_type(const SchemaJson& name) const {
+    constexpr std::pair<const char*, unsigned> names[] = {
+        {"null", null_type},       {"boolean", boolean_type},
+        {"integer", integer_type}, {"number", integer_type | fraction_type},
+        {"string", string_type},   {"array", array_type},
+        {"object", object_type}};
+    for (const auto& [each, types] : names) {
+      if (name == each) return types;
+    }
+    fail("type",
+         "expected null, boolean, integer, number, string, array, object or a list of these");
+  }
+
+  void values() {
+    if (const SchemaJson* constant = find("const")) own_.values = {constant};
+    const SchemaJson* allowed = find("enum");
+    if (allowed == nullptr) return;
+    if (!allowed->is_array()) fail("enum", "expected an array");
+    if (own_.values) {
+      // Both hold: the other one becomes a schema of its own.
+      SchemaKeywords constant;
+      constant.pointer = own_.pointer;
+      constant.values = own_.values;
+      node_.all.push_back(graph_.add_made(std::move(constant)));
+    }
+    own_.values.emplace();
+    for (const SchemaJson& each : *allowed) own_.values->push_back(&each);
+  }
+
+  void numbers() {
+    bound("minimum", "exclusiveMinimum", true);
+    bound("maximum", "exclusiveMaximum", false);
+    if (const SchemaJson* divisor = find("multipleOf")) {
+      const Decimal value = number("multipleOf", *divisor);
+      if (!has_decimal_multiples(value)) {
+        fail("multipleOf",
+             "expected a number whose multiples end in certain digits, as 1, 2, 5, "
+             "10, 0.5 or 0.01; found " +
+                 value.text());
+      }
+      own_.numbers.multiples_of.push_back(value);
+    }
+  }
+
+  Decimal number(const char* keyword, const SchemaJson& value) const {
+    if (!value.is_number()) fail(keyword, "expected a number");
+    return decimal(value);
+  }
+
+  void bound(const char* keyword, const char* exclusive_keyword, bool is_least) {
+    const SchemaJson* exclusive = find(exclusive_keyword);
+    const bool strictly = exclusive != nullptr && *exclusive == true;  // of draft 4
+    const auto tighten = [&](const NumberBound& each) {
+      is_least ? own_.numbers.tighten_least(each) : own_.numbers.tighten_most(each);
+    };
+    if (const SchemaJson* inclusive = find(keyword)) {
+      tighten({number(keyword, *inclusive), strictly});
+    }
+    if (exclusive != nullptr && !exclusive->is_boolean()) {
+      tighten({number(exclusive_keyword, *exclusive), true});
+    }
+  }
+
+  CountLimits counts(const char* least_keyword, const char* most_keyword) const {
+    CountLimits limits;
+    const auto count = [&](const char* keyword, std::int64_t otherwise) {
+      const SchemaJson* json = find(keyword);
+      if (json == nullptr) return otherwise;
+      const double value = json->is_number() ? json->get<double>() : -1;
+      if (value < 0 || std::floor(value) != value) fail(keyword, "expected a count");
+      return static_cast<std::int64_t>(std::min(value, 1e15));
+    };
+    limits.least = count(least_keyword, 0);
+    if (limits.least > most_count) {
+      fail(least_keyword, fmt::format("expected at most {}", most_count));
+    }
+    limits.most = count(most_keyword, unlimited);
+    // No answer has more.
+    if (limits.most != unlimited) limits.most = std::min(limits.most, most_count);
+    return limits;
+  }
+
+  void strings() {
+    own_.length = counts("minLength", "maxLength");
+    if (const SchemaJson* pattern = find("pattern")) {
+      if (!pattern->is_string()) fail("pattern", "expected a string");
+      own_.contents.push_back(regular_expression(pattern->get<std::string>(), "pattern"));
+    }
+    if (const SchemaJson* format = find("format"); format != nullptr && format->is_string()) {
+      if (Expr texts = json_format(format->get_ref<const std::string&>())) {
+        own_.contents.push_back(std::move(texts));
+      }
+    }
+  }
+
+  Expr regular_expression(const std::string& pattern, std::string_view keyword) const {
+    graph_.work(pattern.size());
+    try {
+      return read_regular_expression(pattern, json_character, Extent::search);
+    } catch (const Error& error) {
+      fail(keyword, error.what());
+    }
+  }
+
+  void arrays() {
+    own_.items_count = counts("minItems", "maxItems");
+    const SchemaJson *items = find("items"), *prefix = find("prefixItems");
+    if (prefix != nullptr) own_.prefix = list(*prefix, "prefixItems");
+    if (items != nullptr && items->is_array()) {
+      if (prefix != nullptr) fail("items", "expected a schema beside prefixItems");
+      own_.prefix = list(*items, "items");
+      if (const SchemaJson* further = find("additionalItems")) {
+        own_.items = child(*further, "additionalItems");
+      }
+    } else if (items != nullptr) {
+      own_.items = child(*items, "items");
+    }
+    const SchemaJson* unique = find("uniqueItems");
+    if (unique != nullptr && *unique == true && own_.items_count.most > 1) {
+      fail("uniqueItems", "supported only with maxItems 0 or 1");
+    }
+    unevaluated("unevaluatedItems", own_.items);
+  }
+
+  /// As additionalProperties (items), if no other schema evaluates members (elements).
+  void unevaluated(const char* keyword, std::optional<NodeId>& further) {
+    const SchemaJson* schema = find(keyword);
+    if (schema == nullptr || *schema == true) return;
+    for (const char* other : {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas"}) {
+      if (find(other) != nullptr) fail(keyword, fmt::format("not supported beside {}", other));
+    }
+    if (!further) further = child(*schema, keyword);
+  }
+
+  void objects() {
+    own_.members = counts("minProperties", "maxProperties");
+    if (const SchemaJson* properties = find("properties")) {
+      if (!properties->is_object()) fail("properties", "expected an object of schemas");
+      own_.has_properties = true;
+      for (const auto& [name, schema] : properties->items()) {
+        const NodeId node = child(schema, "properties", name);
+        own_.properties.emplace_back(name, node);
+        own_.by_name.emplace(name, node);
+      }
+    }
+    if (const SchemaJson* patterns = find("patternProperties")) {
+      if (!patterns->is_object()) fail("patternProperties", "expected an object of schemas");
+      for (const auto& [pattern, schema] : patterns->items()) {
+        own_.key_patterns.push_back({pattern, regular_expression(pattern, "patternProperties"),
+                                     child(schema, "patternProperties", pattern)});
+      }
+    }
+    if (const SchemaJson* further = find("additionalProperties")) {
+      own_.additional = child(*further, "additionalProperties");
+    }
+    unevaluated("unevaluatedProperties", own_.additional);
+    if (const SchemaJson* names = find("propertyNames"))
+      own_.names = child(*names, "propertyNames");
+    if (const SchemaJson* required = find("required")) {
+      own_.required = name_list(*required, "required");
+    }
+  }
+
+  std::vector<std::string> name_list(const SchemaJson& json, const char* keyword) const {
+    if (!json.is_array()) fail(keyword, "expected an array of names");
+    std::vector<std::string> names;
+    for (const SchemaJson& name : json) {
+      if (!name.is_string()) fail(keyword, "expected an array of names");
+      names.push_back(name.get<std::string>());
+    }
+    return names;
+  }
+
+  void choices() {
+    if (const SchemaJson* reference = find("$ref")) {
+      if (!reference->is_string()) fail("$ref", "expected a string");
+      node_.all.push_back(graph_.resolve(node_, reference->get<std::string>()));
+    }
+    if (const SchemaJson* schemas = find("allOf")) {
+      for (const NodeId each : list(*schemas, "allOf")) node_.all.push_back(each);
+    }
+    if (const SchemaJson* schemas = find("anyOf")) node_.any.push_back(list(*schemas, "anyOf"));
+    if (const SchemaJson* schemas = find("oneOf")) node_.one.push_back(list(*schemas, "oneOf"));
+    if (const SchemaJson* schema = find("not")) node_.none.push_back(child(*schema, "not"));
+    const SchemaJson *condition = find("if"), *then = find("then"), *otherwise = find("else");
+    if (condition == nullptr || (then == nullptr && otherwise == nullptr)) return;
+    SchemaNode::Condition all = {child(*condition, "if"), std::nullopt, std::nullopt};
+    if (then != nullptr) all.then = child(*then, "then");
+    if (otherwise != nullptr) all.otherwise = child(*otherwise, "else");
+    node_.conditions.push_back(all);
+  }
+
+  /// A member is absent, or what it brings with it holds.
+  void dependencies() {
+    for (const char* keyword : {"dependentRequired", "dependentSchemas", "dependencies"}) {
+      const SchemaJson* all = find(keyword);
+      if (all == nullptr) continue;
+      if (!all->is_object()) fail(keyword, "expected an object");
+      for (const auto& [name, brought] : all->items()) {
+        SchemaKeywords absence;
+        absence.pointer = schema_pointer(schema_pointer(own_.pointer, keyword), name);
+        SchemaKeywords false_schema = absence;
+        false_schema.types = 0;
+        const NodeId none = graph_.add_made(std::move(false_schema));
+        absence.properties.emplace_back(name, none);
+        absence.by_name.emplace(name, none);
+        NodeId present;
+        if (brought.is_array()) {
+          SchemaKeywords together;
+          together.pointer = absence.pointer;
+          together.required = name_list(brought, keyword);
+          present = graph_.add_made(std::move(together));
+        } else {
+          present = child(brought, keyword, name);
+        }
+        const std::string pointer = absence.pointer;
+        node_.any.push_back({graph_.add_made(std::move(absence)), present});
+      }
+    }
+  }
+
+  bool restricts() const {
+    const auto counts_restrict = [](const CountLimits& limits) {
+      return limits.least > 0 || limits.most != unlimited;
+    };
+    return own_.types != all_types || own_.values || own_.numbers.least || own_.numbers.most ||
+           !own_.numbers.multiples_of.empty() || counts_restrict(own_.length) ||
+           counts_restrict(own_.members) || counts_restrict(own_.items_count) ||
+           !own_.contents.empty() || !own_.prefix.empty() || own_.items || own_.has_properties ||
+           !own_.key_patterns.empty() || own_.additional || own_.names || !own_.required.empty();
+  }
+
+  SchemaGraph& graph_;
+  SchemaNode& node_;
+  const SchemaJson& json_;
+  SchemaKeywords& own_;
+};
+
+}  // namespace
+
+void read_schema_keywords(SchemaGraph& graph, SchemaNode& node) {
+  KeywordReader(graph, node).read();
+}
+
+void fail_schema(const std::string& pointer, const std::string& message) {
+  // A key of the schema may be long.
+  constexpr std::size_t most = 300;
+  std::string shown = pointer.size() <= most ? pointer : pointer.substr(0, most) + "…";
+  for (char& c : shown) {
+    if (static_cast<unsigned char>(c) < ' ') c = '?';
+  }
+  throw Error(fmt::format("JSON schema, {}: {}", shown, message));
+}
+
+std::string schema_pointer(const std::string& pointer, std::string_view member) {
+  std::string result = pointer + '/';
+  for (const char c : member) {
+    if (c == '~') {
+      result += "~0";
+    } else if (c == '/') {
+      result += "~1";
+    } else {
+      result += c;
+    }
+  }
+  return result;
+}
+
+void CountLimits::tighten(const CountLimits& other) {
+  least = std::max(least, other.least);
+  most = std::min(most, other.most);
+}
+
+}  // namespace kvzap::grammar

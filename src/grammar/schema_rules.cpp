@@ -1,0 +1,325 @@
+#include "grammar/schema_rules.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "grammar/json_strings.hpp"
+#include "grammar/regular_match.hpp"
+
+namespace kvzap::grammar {
+namespace {
+
+/// Classes of keys are sets of patterns that match.
+constexpr std::size_t most_key_patterns = 4;
+
+Expr any_contents() { return repeat(json_character({{0, last_code_point}}), 0); }
+
+}  // namespace
+
+SchemaRules::SchemaRules(Grammar& grammar, SchemaGraph& graph, const JsonSchemaOptions& options)
+    : grammar_(grammar),
+      graph_(graph),
+      options_(options),
+      json_(grammar, options),
+      first_(static_cast<RuleId>(grammar.rules.size())) {}
+
+RuleId SchemaRules::add(const std::string& name) {
+  if (grammar_.rules.size() - static_cast<std::size_t>(first_) >= max_schema_rules) {
+    fail_schema("#", fmt::format("over {} rules", max_schema_rules));
+  }
+  return grammar_.add(name);
+}
+
+RuleId SchemaRules::rule(const NodeSet& schemas) {
+  const auto known = by_schemas_.find(schemas);
+  if (known != by_schemas_.end()) return known->second;
+  const auto sets = graph_.alternatives(schemas);
+  RuleId result;
+  if (sets.size() == 1) {
+    result = rule_of_nodes(sets[0]);
+  } else {
+    result = add("schema");
+    std::vector<Expr> choices;
+    for (const NodeSet& nodes : sets) choices.push_back(call(rule_of_nodes(nodes)));
+    grammar_.rules[static_cast<std::size_t>(result)].body =
+        choices.empty() ? nothing() : choice(std::move(choices));
+  }
+  by_schemas_.emplace(schemas, result);
+  return result;
+}
+
+RuleId SchemaRules::rule_of_nodes(const NodeSet& nodes) {
+  if (nodes.empty()) return json_.value();
+  const auto known = by_nodes_.find(nodes);
+  if (known != by_nodes_.end()) return known->second;
+  const RuleId result = add(graph_.keywords(nodes[0]).pointer);
+  by_nodes_.emplace(nodes, result);
+  waiting_.emplace_back(result, nodes);
+  return result;
+}
+
+void SchemaRules::finish() {
+  while (!waiting_.empty()) {
+    const auto [rule_id, nodes] = std::move(waiting_.front());
+    waiting_.pop_front();
+    const Expr texts = body(nodes);
+    grammar_.rules[static_cast<std::size_t>(rule_id)].body = texts;
+  }
+}
+
+Expr SchemaRules::body(const NodeSet& nodes) {
+  MergedSchema schema(graph_, nodes);
+  std::vector<Expr> choices;
+  if (schema.values) {
+    const auto values = std::move(*schema.values);
+    schema.values.reset();
+    for (const SchemaJson* value : values) {
+      if (accepts(graph_, schema, *value)) choices.push_back(json_.literal_value(*value));
+    }
+    return choices.empty() ? nothing() : choice(std::move(choices));
+  }
+  const auto is_excluded = [&](const SchemaJson& value) {
+    return std::any_of(schema.excluded.begin(), schema.excluded.end(),
+                       [&](const SchemaJson* each) { return *each == value; });
+  };
+  if ((schema.types & object_type) != 0) choices.push_back(object(schema));
+  if ((schema.types & array_type) != 0) choices.push_back(array(schema));
+  if ((schema.types & string_type) != 0) choices.push_back(string(schema));
+  if (Expr numbers = numbers_of(schema)) choices.push_back(std::move(numbers));
+  for (const bool truth : {true, false}) {
+    if ((schema.types & boolean_type) == 0 || is_excluded(truth)) continue;
+    choices.push_back(literal(truth ? "true" : "false"));
+  }
+  if ((schema.types & null_type) != 0) choices.push_back(literal("null"));
+  return choices.empty() ? nothing() : choice(std::move(choices));
+}
+
+Expr SchemaRules::string(const MergedSchema& schema) {
+  if (schema.length.least > schema.length.most) return nothing();
+  const bool counts_alone = schema.contents.empty() && schema.excluded.empty();
+  if (counts_alone && schema.length.least == 0 && schema.length.most == unlimited) {
+    return call(json_.string());
+  }
+  // Where characters are only counted, they may have any spelling.
+  if (counts_alone) {
+    return quoted(repeat(any_json_character(), schema.length.least, schema.length.most));
+  }
+  const Expr contents = string_contents(schema);
+  return contents ? quoted(contents) : call(json_.string());
+}
+
+Expr SchemaRules::array(const MergedSchema& schema) {
+  const std::size_t prefix = schema.prefix_length();
+  CountLimits limits = schema.items_count;
+  for (std::size_t i = 0; i <= prefix; ++i) {
+    if (allows_nothing(graph_, schema.element(i), 0)) {
+      limits.most = std::min(limits.most, static_cast<std::int64_t>(i));
+      break;
+    }
+  }
+  if (limits.least > limits.most) return nothing();
+  const Expr end = sequence({json_.space(), literal("]")});
+  const auto given = std::min(static_cast<std::int64_t>(prefix), limits.most);
+  // Elements after the first ones.
+  const auto rest_limits = [&](std::int64_t before) {
+    CountLimits rest;
+    rest.least = std::max<std::int64_t>(0, limits.least - before);
+    rest.most = limits.most == unlimited ? unlimited : limits.most - before;
+    return rest;
+  };
+  Expr rest = end;
+  if (given < limits.most) {
+    const Expr element = call_value(schema.element(prefix));
+    const Expr next = sequence({json_.comma(), element});
+    const auto [least, most] = rest_limits(given);
+    if (given > 0) {
+      rest = sequence({repeat(next, least, most), end});
+    } else {
+      const auto fewer = rest_limits(1);
+      rest = sequence({element, repeat(next, fewer.least, fewer.most), end});
+    }
+  }
+  // From the last of the first elements to the first; rules keep expressions shallow.
+  for (std::int64_t i = given; i-- > 0;) {
+    const RuleId after = add("elements");
+    grammar_.rules[static_cast<std::size_t>(after)].body =
+        limits.least > i + 1 || i + 1 == given ? rest : choice({end, rest});
+    const Expr element = call_value(schema.element(static_cast<std::size_t>(i)));
+    rest = sequence({i > 0 ? json_.comma() : empty(), element, call(after)});
+  }
+  std::vector<Expr> choices;
+  if (limits.least == 0) choices.push_back(literal("]"));
+  if (limits.most > 0) choices.push_back(rest);
+  return sequence({literal("["), json_.space(), choice(std::move(choices))});
+}
+
+Expr SchemaRules::object(const MergedSchema& schema) {
+  std::vector<Member> members;
+  std::int64_t required = 0;
+  for (const std::string& name : schema.names()) {
+    const bool is_required = schema.requires_member(name);
+    const NodeSet schemas = schema.member(name);
+    if (!allows_name(graph_, schema, name) || allows_nothing(graph_, schemas, 0)) {
+      if (is_required) return nothing();
+      continue;
+    }
+    members.push_back({name, schemas, is_required});
+    required += is_required ? 1 : 0;
+  }
+  const auto further = further_keys(schema);
+  CountLimits limits = schema.members;
+  const auto declared = static_cast<std::int64_t>(members.size());
+  if (limits.least <= required) limits.least = 0;
+  if (further.empty() && limits.most >= declared) limits.most = unlimited;
+  if (limits.most < required || (further.empty() && limits.least > declared)) return nothing();
+  // A key may be repeated, which readers count once.
+  if (limits.least > declared + 1) {
+    fail_schema(schema.pointer, fmt::format("minProperties is supported up to {} here, one above "
+                                            "the number of declared properties",
+                                            declared + 1));
+  }
+  if (members.empty() && limits.least == 0 && limits.most == unlimited && further.size() == 1 &&
+      further[0].keys == nullptr && further[0].schemas.empty()) {
+    return call(json_.object());
+  }
+  // ends[count]: what follows when `count` members precede, counted as far as it matters.
+  std::int64_t counted = std::max<std::int64_t>(1, limits.least);
+  if (limits.most != unlimited) counted = std::max(counted, std::min(limits.most, declared));
+  std::vector<Expr> ends;
+  for (std::int64_t count = 0; count <= counted; ++count) {
+    ends.push_back(object_end(further, limits, count));
+  }
+  for (std::size_t i = members.size(); i-- > 0;) {
+    const Member& member = members[i];
+    const Expr value =
+        sequence({literal(json_string(member.name)), json_.colon(), call_value(member.schemas)});
+    // No rule of states that the first i members cannot reach.
+    const auto reachable = std::min(counted, static_cast<std::int64_t>(i) + 1);
+    std::vector<Expr> after;
+    for (std::int64_t count = 0; count <= reachable; ++count) {
+      const RuleId state = add("members");
+      grammar_.rules[static_cast<std::size_t>(state)].body = ends[static_cast<std::size_t>(count)];
+      after.push_back(call(state));
+    }
+    for (std::int64_t count = 0; count <= std::min(counted, static_cast<std::int64_t>(i));
+         ++count) {
+      std::vector<Expr> choices;
+      if (count < limits.most) {
+        const auto next = static_cast<std::size_t>(std::min(count + 1, reachable));
+        choices.push_back(sequence({count > 0 ? json_.comma() : empty(), value, after[next]}));
+      }
+      if (!member.is_required) choices.push_back(after[static_cast<std::size_t>(count)]);
+      ends[static_cast<std::size_t>(count)] =
+          choices.empty() ? nothing() : choice(std::move(choices));
+    }
+  }
+  return sequence({literal("{"), json_.space(), ends[0]});
+}
+
+Expr SchemaRules::object_end(const std::vector<KeyClass>& further, const CountLimits& limits,
+                             std::int64_t count) {
+  const Expr end = literal("}");
+  const Expr space_end = count > 0 ? sequence({json_.space(), end}) : end;
+  const std::int64_t missing = std::max<std::int64_t>(0, limits.least - count);
+  const std::int64_t most = limits.most == unlimited ? unlimited : limits.most - count;
+  if (further.empty() || most <= 0) return missing == 0 ? space_end : nothing();
+  if (missing > 1) return nothing();
+  std::vector<Expr> choices;
+  for (const KeyClass& each : further) {
+    const Expr key = each.keys ? each.keys : call(json_.string());
+    choices.push_back(sequence({key, json_.colon(), call_value(each.schemas)}));
+  }
+  const Expr member = choice(std::move(choices));
+  const Expr next = sequence({json_.comma(), member});
+  if (count > 0) return sequence({repeat(next, missing, most), space_end});
+  const Expr members = sequence(
+      {member, repeat(next, 0, most == unlimited ? unlimited : most - 1), json_.space(), end});
+  return missing > 0 ? members : choice({end, members});
+}
+
+Expr SchemaRules::key_contents(const MergedSchema& schema) {
+  Expr result;
+  for (const SchemaKeywords* part : schema.parts) {
+    if (!part->names) continue;
+    std::vector<Expr> choices;
+    for (const NodeSet& nodes : graph_.alternatives({*part->names})) {
+      MergedSchema names(graph_, nodes);
+      if ((names.types & string_type) == 0) continue;
+      if (!names.values) {
+        const Expr contents = string_contents(names);
+        choices.push_back(contents ? contents : any_contents());
+        continue;
+      }
+      const auto values = std::move(*names.values);
+      names.values.reset();
+      for (const SchemaJson* value : values) {
+        if (!value->is_string() || !accepts(graph_, names, *value)) continue;
+        const std::string text = json_string(value->get_ref<const std::string&>());
+        choices.push_back(literal(text.substr(1, text.size() - 2)));
+      }
+    }
+    const Expr allowed = choices.empty() ? nothing() : choice(std::move(choices));
+    result = result ? both(result, allowed) : allowed;
+  }
+  return result;
+}
+
+std::vector<SchemaRules::KeyClass> SchemaRules::further_keys(const MergedSchema& schema) {
+  std::vector<std::pair<std::string, Expr>> patterns;
+  for (const SchemaKeywords* part : schema.parts) {
+    for (const auto& each : part->key_patterns) {
+      const auto is_same = [&](const auto& known) { return known.first == each.pattern; };
+      if (std::none_of(patterns.begin(), patterns.end(), is_same)) {
+        patterns.emplace_back(each.pattern, each.keys);
+      }
+    }
+  }
+  if (patterns.size() > most_key_patterns) {
+    fail_schema(schema.pointer,
+                fmt::format("over {} patternProperties for one object", most_key_patterns));
+  }
+  std::vector<Expr> declared;
+  for (const std::string& name : schema.names()) {
+    const std::string text = json_string(name);
+    declared.push_back(literal(text.substr(1, text.size() - 2)));
+  }
+  const Expr allowed = key_contents(schema);
+  const bool is_closed =
+      options_.closed_objects && schema.has_properties() && !schema.speaks_of_further_keys();
+  std::vector<KeyClass> classes;
+  for (unsigned matching = 0; matching < 1U << patterns.size(); ++matching) {
+    if (matching == 0 && is_closed) continue;
+    Expr keys = allowed;
+    NodeSet schemas;
+    for (const SchemaKeywords* part : schema.parts) {
+      bool is_known = false;
+      for (const auto& each : part->key_patterns) {
+        const auto is_same = [&](const auto& known) { return known.first == each.pattern; };
+        const auto at = std::find_if(patterns.begin(), patterns.end(), is_same) - patterns.begin();
+        if ((matching >> at & 1U) == 0) continue;
+        is_known = true;
+        schemas.push_back(each.schema);
+      }
+      if (!is_known && part->additional) schemas.push_back(*part->additional);
+    }
+    std::sort(schemas.begin(), schemas.end());
+    schemas.erase(std::unique(schemas.begin(), schemas.end()), schemas.end());
+    if (allows_nothing(graph_, schemas, 0)) continue;
+    for (std::size_t i = 0; i < patterns.size(); ++i) {
+      if ((matching >> i & 1U) == 0) continue;
+      keys = keys ? both(keys, patterns[i].second) : patterns[i].second;
+    }
+    const auto leave_out = [&](Expr texts) {
+      keys = difference(keys ? keys : any_contents(), std::move(texts));
+    };
+    for (std::size_t i = 0; i < patterns.size(); ++i) {
+      if ((matching >> i & 1U) == 0) leave_out(patterns[i].second);
+    }
+    if (!declared.empty()) leave_out(choice(declared));
+    classes.push_back({keys ? quoted(keys) : nullptr, std::move(schemas)});
+  }
+  return classes;
+}
+
+}  // namespace kvzap::grammar

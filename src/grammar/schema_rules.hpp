@@ -1,0 +1,86 @@
+// Makes grammar rules of a graph of schemas.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "grammar/json_schema.hpp"
+#include "grammar/merged_schema.hpp"
+#include "grammar/schema_graph.hpp"
+
+namespace kvzap::grammar {
+
+/// Punctuation between JSON tokens and the rules of values without restrictions.
+class JsonRules {
+ public:
+  JsonRules(Grammar& grammar, const JsonSchemaOptions& options);
+
+  RuleId value();
+  RuleId object();
+  RuleId array();
+  RuleId string();
+  /// White space inside brackets and after commas.
+  const Expr& space() const { return space_; }
+  /// "," and white space.
+  const Expr& comma() const { return comma_; }
+  /// ":" and white space.
+  const Expr& colon() const { return colon_; }
+  /// A given value, with white space.
+  Expr literal_value(const SchemaJson& value) const;
+
+ private:
+  Grammar& grammar_;
+  Expr space_, comma_, colon_;
+  RuleId value_ = -1, object_ = -1, array_ = -1, string_ = -1;
+};
+
+/// Rules of the schemas of a graph. Each set of schemas that hold together becomes one rule, so
+/// recursive schemas become recursive rules.
+class SchemaRules {
+ public:
+  SchemaRules(Grammar& grammar, SchemaGraph& graph, const JsonSchemaOptions& options);
+
+  /// The rule of values that satisfy all schemas. Call `finish` afterwards.
+  RuleId rule(const NodeSet& schemas);
+  /// Adds the bodies of all rules.
+  void finish();
+
+ private:
+  /// Keys that the same patterns match, and their values.
+  struct KeyClass {
+    Expr keys;  // with quotation marks
+    NodeSet schemas;
+  };
+  struct Member {
+    std::string name;
+    NodeSet schemas;
+    bool is_required;
+  };
+
+  RuleId add(const std::string& name);
+  RuleId rule_of_nodes(const NodeSet& nodes);
+  Expr body(const NodeSet& nodes);
+  Expr string(const MergedSchema& schema);
+  Expr array(const MergedSchema& schema);
+  Expr object(const MergedSchema& schema);
+  std::vector<KeyClass> further_keys(const MergedSchema& schema);
+  /// Contents of keys that `propertyNames` allows; null if all are.
+  Expr key_contents(const MergedSchema& schema);
+  /// The rest of an object after its n-th member; `count` members precede.
+  Expr object_end(const std::vector<KeyClass>& further, const CountLimits& limits,
+                  std::int64_t count);
+  Expr call_value(const NodeSet& schemas) { return call(rule(schemas)); }
+
+  Grammar& grammar_;
+  SchemaGraph& graph_;
+  JsonSchemaOptions options_;
+  JsonRules json_;
+  RuleId first_;
+  std::map<NodeSet, RuleId> by_schemas_, by_nodes_;
+  std::deque<std::pair<RuleId, NodeSet>> waiting_;
+};
+
+}  // namespace kvzap::grammar

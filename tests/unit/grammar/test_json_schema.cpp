@@ -15,15 +15,16 @@ using kvzap::test::expect_error;
 using kvzap::test::ReferenceMatch;
 using Json = nlohmann::ordered_json;
 
-constexpr JsonSchemaOptions compact = {false, false};
+constexpr JsonSchemaOptions compact_json = {false, false};
 
-struct Case {
+struct SchemaCase {
   const char* schema;
   std::vector<const char*> taken, left;
 };
 
-void expect_documents(const std::vector<Case>& cases, const JsonSchemaOptions& options = compact) {
-  for (const Case& each : cases) {
+void expect_documents(const std::vector<SchemaCase>& cases,
+                      const JsonSchemaOptions& options = compact_json) {
+  for (const SchemaCase& each : cases) {
     const Grammar grammar = read_json_schema(Json::parse(each.schema), options);
     for (const char* text : each.taken) {
       EXPECT_TRUE(ReferenceMatch::matches(grammar, text)) << each.schema << "\n" << text;

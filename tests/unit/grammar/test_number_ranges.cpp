@@ -40,7 +40,7 @@ TEST(NumberRanges, DecimalsAreExact) {
   EXPECT_EQ(compare(decimal(2), decimal(2.0)), 0);
 }
 
-struct Limits {
+struct ValueLimits {
   NumberLimits texts;
   double least = -HUGE_VAL, most = HUGE_VAL;
   bool above = false, below = false;
@@ -50,8 +50,8 @@ struct Limits {
   }
 };
 
-Limits limits_of(const Json& least, const Json& most, bool above, bool below) {
-  Limits result;
+ValueLimits limits_of(const Json& least, const Json& most, bool above, bool below) {
+  ValueLimits result;
   if (!least.is_null()) {
     result.texts.tighten_least({decimal(least), above});
     result.least = least.get<double>();
@@ -77,7 +77,7 @@ TEST(NumberRanges, BoundsAreThoseOfTheValues) {
   for (int round = 0; round < 120; ++round) {
     const bool above = random() % 2 == 0, below = random() % 2 == 0;
     const Json &least = bounds[random() % 15], &most = bounds[random() % 15];
-    const Limits limits = limits_of(least, most, above, below);
+    const ValueLimits limits = limits_of(least, most, above, below);
     const bool bounded = limits.texts.least || limits.texts.most;
     const Expr numbers = number_texts(limits.texts, NumberKind::any);
     const Expr integers = number_texts(limits.texts, NumberKind::integer);

@@ -17,12 +17,12 @@ using namespace kvzap::grammar;
 using kvzap::test::expect_error;
 using kvzap::test::ReferenceMatch;
 
-struct Case {
+struct PatternCase {
   const char* pattern;
   std::vector<std::string> taken, left;
 };
 
-void expect_texts(const Case& each, const Expr& texts) {
+void expect_texts(const PatternCase& each, const Expr& texts) {
   for (const auto& text : each.taken) {
     EXPECT_TRUE(matches(texts, text)) << each.pattern << " " << text;
     EXPECT_TRUE(ReferenceMatch::matches(texts, text)) << each.pattern << " " << text;
@@ -34,7 +34,7 @@ void expect_texts(const Case& each, const Expr& texts) {
 }
 
 TEST(RegularExpression, MatchesWholeTexts) {
-  const Case cases[] = {
+  const PatternCase cases[] = {
       {"", {""}, {"a"}},
       {"abc", {"abc"}, {"", "ab", "abcd"}},
       {"a|bc|", {"a", "bc", ""}, {"b", "abc"}},
@@ -81,13 +81,13 @@ TEST(RegularExpression, MatchesWholeTexts) {
       {"a$|(b$)?", {"a", "b", ""}, {"ab"}},
       {"é", {"é"}, {"\xC3", "e"}},
   };
-  for (const Case& each : cases) {
+  for (const PatternCase& each : cases) {
     expect_texts(each, read_regular_expression(each.pattern, code_point));
   }
 }
 
 TEST(RegularExpression, SearchesUnlessBound) {
-  const Case cases[] = {
+  const PatternCase cases[] = {
       {"b", {"b", "abc", "\nb\n"}, {"", "ac"}},
       {"^b", {"b", "bc"}, {"ab"}},
       {"b$", {"b", "ab"}, {"ba", "b\n"}},
@@ -100,13 +100,13 @@ TEST(RegularExpression, SearchesUnlessBound) {
       {"^", {"", "x"}, {}},
       {"$^", {""}, {"x"}},
   };
-  for (const Case& each : cases) {
+  for (const PatternCase& each : cases) {
     expect_texts(each, read_regular_expression(each.pattern, code_point, Extent::search));
   }
 }
 
 TEST(RegularExpression, WritesCharactersOfJsonStrings) {
-  const Case cases[] = {
+  const PatternCase cases[] = {
       {"[^a]",
        {"b", "\\\"", "\\\\", "\\n", "\\u0000", "\\u001f", "é", "/", "\x7F"},
        {"a", "\"", "\\", "\n", "\\u0062", "\\/", "\\u001F"}},
@@ -114,7 +114,7 @@ TEST(RegularExpression, WritesCharactersOfJsonStrings) {
       {"[\\n\\t]", {"\\n", "\\t"}, {"\n", "\\r"}},
       {"[!-#]", {"!", "\\\"", "#"}, {"\"", "$"}},
   };
-  for (const Case& each : cases) {
+  for (const PatternCase& each : cases) {
     expect_texts(each, read_regular_expression(each.pattern, json_character));
   }
 }

@@ -472,6 +472,7 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
       ->group(generation);
   app.add_flag("--ignore-eos", o.ignore_eos, "continue after a token that ends the answer")
       ->group(generation);
+  declare_answer_form(app, o.form, generation);
   declare_sampling(app, o.sampling, o.sampling_flags, generation);
   declare_seed(
       app, [&o](std::optional<std::uint64_t> seed) { o.sampling.seed = seed.value_or(0); }, "0",
@@ -572,6 +573,9 @@ void validate(const RunOptions& o, bool needs_prompt) {
   require(o.new_tokens >= 0 || o.new_tokens == until_end,
           fmt::format("-n is {}; expected 0 or more, or -1 for no limit", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);
+  check_answer_form(o.form);
+  require(o.form.stops.empty() || !o.token_ids,
+          "--stop cannot be combined with --token-ids: the answer has no text");
   require(!needs_prompt || !o.prompt || !o.prompt->empty(), "-p: the prompt is empty");
   require(!(o.prompt && !o.files.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;

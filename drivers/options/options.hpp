@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "console/progress.hpp"
+#include "options/answer_form.hpp"
 #include "options/rope_options.hpp"
 #include "options/sampling_options.hpp"
 #include "options/usage.hpp"
@@ -75,6 +76,7 @@ struct RunOptions : EngineOptions {
   bool no_history = false;   // of `kvzap chat`
   SamplingOptions sampling;  // penalties as given; see sampling_in_force
   SamplingFlags sampling_flags;
+  AnswerForm form;
 
   std::string json;
   bool json_token_ids = false;

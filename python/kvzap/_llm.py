@@ -50,7 +50,7 @@ class Session:
         return self
 
     def ask(self, question: str = "", *, max_new_tokens: int = 128,
-            on_text: Callable[[str], object] | None = None, **sampling: float) -> str:
+            on_text: Callable[[str], object] | None = None, **sampling: Any) -> str:
         """Asks about the context, and returns the answer's text.
 
         question: ends the user's message
@@ -58,14 +58,16 @@ class Session:
             whether it was cut
         on_text: called with each piece of the text; the answer ends if it returns False itself
         sampling: temperature, top_k, top_p, min_p, seed (-1: a random one), presence_penalty, frequency_penalty,
-            repeat_last_n; those not given are the LLM's
+            repeat_last_n; those not given are the LLM's. One of these restricts the answer: json_schema (a dictionary,
+            a text or a class of pydantic: the answer is JSON that is valid under it), grammar (a text in llama.cpp's
+            GBNF), regex (ECMA-262, of the whole answer)
 
         Raises kvzap.Error before the first `read` and for too many tokens, ValueError for text with surrogates.
         """
         return self._held.ask(question, max_new_tokens, on_text, self._llm._sampling("ask", sampling))
 
     def stream(self, question: str = "", *, max_new_tokens: int = 128,
-               **sampling: float) -> Generator[str, None, None]:
+               **sampling: Any) -> Generator[str, None, None]:
         """Returns an iterator over the pieces of an answer's text. Closing it ends the answer, after a
         question that is being read. Parameters as of ask."""
         sampling = self._llm._sampling("stream", sampling)
@@ -248,11 +250,12 @@ class LLM:
         return Session(self, self._llm.resume(path(file)))
 
     def generate(self, prompts: Iterable[str | tuple[str, str]], *, max_new_tokens: int = 128,
-                 **sampling: float) -> Answers:
+                 **sampling: Any) -> Answers:
         """Answers many prompts at once, in one engine with continuous batching.
 
         prompts: texts, or pairs (context, question), of which the pruning judges the context
         max_new_tokens: most tokens of each answer; -1: until it ends, or the longest context
+        sampling: as of ask
 
         Returns the answers' texts, in the order of prompts: `Answers`, a list that also has why each ended. An answer does not depend on the other prompts, except
         for the order of floating-point sums. Raises kvzap.Error, naming prompt[i], for too many tokens.

@@ -72,6 +72,25 @@ bool take_sampling(nb::dict& given, SamplingOptions& sampling) {
   return any;
 }
 
+/// Sets the grammar of keyword arguments. Collective. Returns whether there is one.
+bool take_grammar(nb::dict& given, Session& session, SamplingOptions& sampling) {
+  for (const char* const name : {"json_schema", "grammar", "regex"}) {
+    if (!given.contains(name)) continue;
+    const std::string kind = name;
+    const auto text = as<std::string>(given[name], name, "valid text");
+    nb::del(given[name]);
+    sampling.grammar = in_engine([&] {
+      return session.grammar([&](std::shared_ptr<const TokenGrammar::Vocabulary> words) {
+        return kind == "json_schema" ? TokenGrammar::from_json_schema(std::move(words), text)
+               : kind == "grammar"   ? TokenGrammar::from_gbnf(std::move(words), text)
+                                   : TokenGrammar::from_regular_expression(std::move(words), text);
+      });
+    });
+    return true;
+  }
+  return false;
+}
+
 /// Raises TypeError for a keyword that is not known.
 void require_none_left(const nb::dict& given) {
   for (const auto& [name, value] : given) {
@@ -144,7 +163,8 @@ std::string ask(HeldSession& held, const nb::object& text, const nb::object& max
   AskOptions options;
   options.max_new_tokens = max_new_tokens_of(max_new_tokens);
   SamplingOptions own = in_engine([&] { return (*held).options().sampling; });
-  if (take_sampling(sampling, own)) options.sampling = own;
+  const bool has_grammar = take_grammar(sampling, *held, own);
+  if (take_sampling(sampling, own) || has_grammar) options.sampling = own;
   require_none_left(sampling);
   require_callable(on_text, "on_text");
   options.on_text = [&](std::string_view piece) {
@@ -332,6 +352,7 @@ class Llm {
                                nb::dict given) const {
     const std::int64_t max_new_tokens = max_new_tokens_of(most);
     SamplingOptions sampling = in_engine([&] { return (**m_base).options().sampling; });
+    take_grammar(given, **m_base, sampling);
     take_sampling(given, sampling);
     require_none_left(given);
     std::vector<std::pair<std::string, std::string>> texts;

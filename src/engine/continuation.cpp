@@ -42,6 +42,7 @@ TokenId Continuation::draw(const StepResult& result) {
 void Continuation::append(TokenId token) {
   m_tokens.push_back(token);
   m_sampler.append(token);
+  m_is_complete = m_sampler.is_complete();
 }
 
 std::optional<StopReason> Continuation::end(std::int64_t positions) const {
@@ -50,7 +51,7 @@ std::optional<StopReason> Continuation::end(std::int64_t positions) const {
   if (has_any && std::find(stops.begin(), stops.end(), m_tokens.back()) != stops.end()) {
     return StopReason::stop_id;
   }
-  if (has_any && m_sampler.is_complete()) return StopReason::stop_id;
+  if (has_any && m_is_complete) return StopReason::stop_id;
   if (static_cast<std::int64_t>(m_tokens.size()) >= m_rules.max_new_tokens) {
     return StopReason::max_new_tokens;
   }

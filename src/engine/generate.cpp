@@ -459,8 +459,10 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   said.append_prompt(m_question);
   for (const TokenId token : earlier) said.append(token);
   // Any rank may request logits; all ranks take part in gathering them.
-  const bool greedy =
-      comm.all_reduce_max(options.on_logits ? 1 : 0) == 0 && said.output() == StepOutput::argmax;
+  const bool wants_logits = options.on_logits || said.output() == StepOutput::logits;
+  const bool greedy = comm.all_reduce_max(wants_logits ? 1 : 0) == 0;
+  const bool ends_by_text =
+      comm.all_reduce_max(options.ends_after || options.sampling.grammar ? 1 : 0) != 0;
   const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
   const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
     if (part == StepPart::question && runs_whole()) {
@@ -508,6 +510,12 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
     if (token < 0) throw_not_finite();
     said.append(token);
     note();
+    if (ends_by_text) {
+      bool ends =
+          said.is_complete() || (options.ends_after && comm.is_root() && options.ends_after(token));
+      comm.broadcast(&ends, sizeof(ends), 0);
+      said.set_complete(ends);
+    }
     if (options.on_token) options.on_token(token);
   }
   answer.stop_reason = *end;

@@ -64,14 +64,14 @@ class Compiler {
     info.body = part->second;
     info.least = least;
     info.most = most;
-    info.start = static_cast<NodeId>(m_made.nodes.size());
+    info.start = static_cast<NodeIndex>(m_made.nodes.size());
     m_made.nodes.emplace_back();
     m_made.nodes.back().rule = rule;
     return rule;
   }
 
   void add_nodes(RuleId rule, FiniteAutomaton automaton) {
-    const auto base = static_cast<NodeId>(m_made.nodes.size());
+    const auto base = static_cast<NodeIndex>(m_made.nodes.size());
     m_made.rules[static_cast<std::size_t>(rule)].start = base;
     for (FiniteAutomaton::State& state : automaton.states) {
       for (auto& edge : state.bytes) edge.target += base;
@@ -103,7 +103,7 @@ class Compiler {
   /// `counts_bytes`, by bytes and tokens.
   template <class Flag>
   void find_rules(bool counts_bytes, const Flag& flag_of) {
-    const std::vector<std::vector<NodeId>> callers = nodes_by_rule();
+    const std::vector<std::vector<NodeIndex>> callers = nodes_by_rule();
     bool has_changed = true, is_reversed = false;
     std::vector<char> reaches(m_made.nodes.size(), 0);
     while (has_changed) {
@@ -128,7 +128,7 @@ class Compiler {
 
   /// Marks nodes from which the end of their rule can be reached.
   template <class Flag>
-  void spread(const std::vector<NodeId>& nodes, std::vector<char>& reaches, bool counts_bytes,
+  void spread(const std::vector<NodeIndex>& nodes, std::vector<char>& reaches, bool counts_bytes,
               const Flag& flag_of) {
     bool has_changed = true;
     while (has_changed) {
@@ -152,9 +152,9 @@ class Compiler {
     }
   }
 
-  std::vector<std::vector<NodeId>> nodes_by_rule() const {
-    std::vector<std::vector<NodeId>> result(m_made.rules.size());
-    for (NodeId node = 0; node < m_made.nodes.size(); ++node) {
+  std::vector<std::vector<NodeIndex>> nodes_by_rule() const {
+    std::vector<std::vector<NodeIndex>> result(m_made.rules.size());
+    for (NodeIndex node = 0; node < m_made.nodes.size(); ++node) {
       result[static_cast<std::size_t>(m_made.nodes[node].rule)].push_back(node);
     }
     return result;

@@ -9,7 +9,7 @@
 
 namespace kvzap::grammar {
 
-using NodeId = std::uint32_t;
+using NodeIndex = std::uint32_t;
 
 /// A state of a rule's automaton.
 struct Node {
@@ -22,7 +22,7 @@ struct Node {
   std::vector<FiniteAutomaton::CallEdge> calls;
 
   /// The node that follows `byte`, or null.
-  const NodeId* next(unsigned char byte) const {
+  const NodeIndex* next(unsigned char byte) const {
     for (const auto& edge : bytes) {
       if (byte <= edge.last) return byte >= edge.first ? &edge.target : nullptr;
     }
@@ -31,7 +31,7 @@ struct Node {
 };
 
 struct RuleInfo {
-  NodeId start = 0;
+  NodeIndex start = 0;
   bool is_nullable = false;  // matches the empty text
   /// A rule that repeats another has one node and no edges: the recogniser counts.
   bool is_repeat = false;

@@ -25,7 +25,7 @@ Recogniser::Recogniser(const Automaton& automaton) : m_automaton(automaton), m_b
   close();
 }
 
-Recogniser::Recogniser(const Automaton& automaton, NodeId node, bool with_calls)
+Recogniser::Recogniser(const Automaton& automaton, NodeIndex node, bool with_calls)
     : m_automaton(automaton), m_begins{0} {
   add({node, unknown, 0});
   if (with_calls) close();
@@ -154,7 +154,7 @@ bool Recogniser::read_byte(unsigned char byte) {
   m_begins.push_back(static_cast<std::uint32_t>(last));
   if (last == first + 1) {
     // Within a text in quotes this is the only case.
-    const NodeId* const next = m_automaton.nodes[m_items[first].node].next(byte);
+    const NodeIndex* const next = m_automaton.nodes[m_items[first].node].next(byte);
     if (next && m_automaton.nodes[*next].has_bytes_alone) {
       m_items.push_back({*next, m_items[first].origin, 0});
       m_exits.clear();
@@ -164,7 +164,7 @@ bool Recogniser::read_byte(unsigned char byte) {
   }
   m_in_table = 0;
   for (std::size_t i = first; i < last; ++i) {
-    const NodeId* const next = m_automaton.nodes[m_items[i].node].next(byte);
+    const NodeIndex* const next = m_automaton.nodes[m_items[i].node].next(byte);
     if (next) add({*next, m_items[i].origin, 0});
   }
   return finish_set();

@@ -13,7 +13,7 @@ namespace kvzap::grammar {
 
 /// A rule in progress: where its automaton is, and after how many bytes the rule began.
 struct Item {
-  NodeId node;
+  NodeIndex node;
   std::uint32_t origin;
   std::int64_t count;  // of a repeat
 
@@ -31,7 +31,7 @@ class Recogniser {
   explicit Recogniser(const Automaton& automaton);
   /// Begins within a rule whose callers are unknown. Of a repeat, counts begin at 0 and have no
   /// bounds. `with_calls`: what the node calls may come, too.
-  Recogniser(const Automaton& automaton, NodeId node, bool with_calls);
+  Recogniser(const Automaton& automaton, NodeIndex node, bool with_calls);
 
   /// Reads a byte, or the special token. Returns false and changes nothing if it cannot follow.
   /// Throws Error if too many rules are in progress.

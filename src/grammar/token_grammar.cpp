@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <kvzap/model/token_grammar.hpp>
 #include <kvzap/model/tokenizer.hpp>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "grammar/automaton.hpp"
 #include "grammar/expression.hpp"
+#include "grammar/gbnf.hpp"
+#include "grammar/json_schema.hpp"
 #include "grammar/recogniser.hpp"
+#include "grammar/regular_expression.hpp"
 #include "grammar/token_masks.hpp"
 #include "grammar/token_trie.hpp"
 
@@ -51,6 +55,34 @@ std::shared_ptr<const TokenGrammar> TokenGrammar::from_rules(
     std::shared_ptr<const Vocabulary> vocabulary, const grammar::Grammar& grammar) {
   return std::shared_ptr<const TokenGrammar>(
       new TokenGrammar(std::make_unique<const Data>(std::move(vocabulary), grammar)));
+}
+
+std::shared_ptr<const TokenGrammar> TokenGrammar::from_json_schema(
+    std::shared_ptr<const Vocabulary> vocabulary, std::string_view schema, ObjectKeys keys) {
+  const auto json = nlohmann::ordered_json::parse(schema, nullptr, false);
+  if (json.is_discarded()) throw Error("the JSON schema is no valid JSON");
+  grammar::JsonSchemaOptions options;
+  options.closed_objects = keys == ObjectKeys::closed;
+  return from_rules(std::move(vocabulary), grammar::read_json_schema(json, options));
+}
+
+std::shared_ptr<const TokenGrammar> TokenGrammar::any_json_object(
+    std::shared_ptr<const Vocabulary> vocabulary) {
+  grammar::Grammar grammar;
+  grammar.root = grammar::add_any_json_object(grammar);
+  return from_rules(std::move(vocabulary), grammar);
+}
+
+std::shared_ptr<const TokenGrammar> TokenGrammar::from_gbnf(
+    std::shared_ptr<const Vocabulary> vocabulary, std::string_view text) {
+  return from_rules(std::move(vocabulary), grammar::read_gbnf(text));
+}
+
+std::shared_ptr<const TokenGrammar> TokenGrammar::from_regular_expression(
+    std::shared_ptr<const Vocabulary> vocabulary, std::string_view pattern) {
+  grammar::Grammar grammar;
+  grammar.add("root", grammar::read_regular_expression(pattern, grammar::code_point));
+  return from_rules(std::move(vocabulary), grammar);
 }
 
 std::shared_ptr<const TokenGrammar> TokenGrammar::from_choices(

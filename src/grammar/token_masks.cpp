@@ -51,7 +51,7 @@ std::size_t NodeMask::bytes() const {
          counts.size() * sizeof(std::uint16_t) + exits.size() * sizeof(Exit);
 }
 
-std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeId node) const {
+std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeIndex node) const {
   auto mask = std::make_shared<NodeMask>();
   const bool is_repeat =
       m_automaton.rules[static_cast<std::size_t>(m_automaton.nodes[node].rule)].is_repeat;
@@ -85,10 +85,10 @@ std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeId node) const {
   return mask;
 }
 
-std::shared_ptr<const NodeMask> TokenMasks::mask_of(NodeId node) const {
+std::shared_ptr<const NodeMask> TokenMasks::mask_of(NodeIndex node) const {
   // Repeats of one body count from 0 here, so they share a mask.
   const RuleInfo& info = m_automaton.rules[static_cast<std::size_t>(m_automaton.nodes[node].rule)];
-  const NodeId key =
+  const NodeIndex key =
       info.is_repeat ? m_automaton.rules[static_cast<std::size_t>(info.body)].start : node;
   {
     const std::lock_guard<std::mutex> lock(m_mutex);

@@ -43,13 +43,13 @@ class TokenMasks {
 
  private:
   void allow_item(Recogniser& recogniser, const Item& item, std::vector<std::uint64_t>& bits) const;
-  std::shared_ptr<const NodeMask> mask_of(NodeId node) const;
-  std::shared_ptr<const NodeMask> make_mask(NodeId node) const;
+  std::shared_ptr<const NodeMask> mask_of(NodeIndex node) const;
+  std::shared_ptr<const NodeMask> make_mask(NodeIndex node) const;
 
   const Automaton& m_automaton;
   const TokenTrie& m_trie;
   mutable std::mutex m_mutex;
-  mutable std::unordered_map<NodeId, std::shared_ptr<const NodeMask>> m_masks;
+  mutable std::unordered_map<NodeIndex, std::shared_ptr<const NodeMask>> m_masks;
   mutable std::size_t m_bytes = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "server/tool_bodies.hpp"
+#include "text/marks.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -23,26 +24,11 @@ bool may_begin_with(std::string_view text, std::string_view mark) {
   return mark.substr(0, text.size()) == text.substr(0, mark.size());
 }
 
+using text::first_mark;
+using text::FoundMark;
+using text::length_of_beginning;
+
 }  // namespace
-
-FoundMark first_mark(std::string_view text, const std::vector<std::string>& marks) {
-  FoundMark first;
-  for (const std::string& mark : marks) {
-    const std::size_t place = text.find(mark);
-    if (place < first.place) first = {place, mark};
-  }
-  return first;
-}
-
-std::size_t length_of_beginning(std::string_view text, const std::vector<std::string>& marks) {
-  std::size_t longest = 0;
-  for (const std::string& mark : marks) {
-    for (std::size_t count = std::min(mark.size() - 1, text.size()); count > longest; --count) {
-      if (text.substr(text.size() - count) == mark.substr(0, count)) longest = count;
-    }
-  }
-  return longest;
-}
 
 AnswerFormat format_of(std::string_view chat_template) {
   const auto has = [&](std::string_view mark) { return chat_template.find(mark) != mark.npos; };

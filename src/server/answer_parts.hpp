@@ -2,7 +2,6 @@
 // own ways, which their chat templates show.
 #pragma once
 
-#include <cstddef>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -41,17 +40,6 @@ struct AnswerFormat {
   /// Whether the marks of the format may be special tokens, which are part of the text then.
   bool needs_special_tokens() const { return style == ToolStyle::harmony || !tools.empty(); }
 };
-
-/// The first of several marks in a text.
-struct FoundMark {
-  std::size_t place = std::string::npos;
-  std::string mark;  // empty: there is none
-};
-FoundMark first_mark(std::string_view text, const std::vector<std::string>& marks);
-
-/// Returns the length of the longest end of a text that may begin one of the marks, none of which
-/// is empty.
-std::size_t length_of_beginning(std::string_view text, const std::vector<std::string>& marks);
 
 /// Returns the format of a chat template, without tools.
 AnswerFormat format_of(std::string_view chat_template);

@@ -11,6 +11,7 @@
 #include "files/quote.hpp"
 #include "server/answer_parts.hpp"
 #include "server/reply_writers.hpp"
+#include "text/marks.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::server {
@@ -96,13 +97,13 @@ std::string AnswerText::finish() {
 }
 
 std::string AnswerText::release(bool all) {
-  const FoundMark end = first_mark(m_held, m_stop);
+  const text::FoundMark end = text::first_mark(m_held, m_stop);
   if (!end.mark.empty()) {
     m_has_stopped = true;
     m_found = end.mark;
     return m_held.substr(0, end.place);
   }
-  const std::size_t kept = all ? 0 : length_of_beginning(m_held, m_stop);
+  const std::size_t kept = all ? 0 : text::length_of_beginning(m_held, m_stop);
   std::string said = m_held.substr(0, m_held.size() - kept);
   m_held.erase(0, m_held.size() - kept);
   return said;

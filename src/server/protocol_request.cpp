@@ -8,6 +8,7 @@
 
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
+#include "server/answer_grammar.hpp"
 #include "server/answer_parts.hpp"
 #include "server/chat_form.hpp"
 #include "server/request_fields.hpp"
@@ -28,10 +29,9 @@ constexpr const char* context_exceeded = "context_length_exceeded";
 /// that have none.
 const Json& unsupported_fields() {
   static const Json fields = Json::parse(R"({
-    "tool_choice": ["none", "auto"], "functions": [], "function_call": ["none", "auto"],
+    "functions": [], "function_call": ["none", "auto"],
     "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [], "suffix": [],
-    "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [],
-    "structured_outputs": [], "grammar": [], "json_schema": [],
+    "guided_whitespace_pattern": [], "grammar_lazy": [false], "grammar_triggers": [],
     "repeat_penalty": [1], "typical_p": [1], "tfs_z": [1], "mirostat": [0], "dynatemp_range": [0],
     "xtc_probability": [0], "dry_multiplier": [0], "top_n_sigma": [-1], "samplers": [],
     "use_beam_search": [false], "length_penalty": [1], "bad_words": [], "allowed_token_ids": [],
@@ -52,11 +52,6 @@ void refuse_unsupported(const Json& body, std::int64_t choices) {
       continue;
     }
     refuse_as_unsupported(name);
-  }
-  if (const Json* const format = field_of(body, "response_format")) {
-    if (!is_text(field_of(*format, "type"), "text")) {
-      refuse_as_unsupported("response_format", "; expected {\"type\": \"text\"}");
-    }
   }
   if (integer_of(body, "best_of", 1, std::numeric_limits<int>::max(), choices) != choices) {
     refuse_as_unsupported("best_of", "; expected the value of n");
@@ -399,6 +394,7 @@ Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request
   const Prompt prompt = has_tools ? prompt_with_tools(json, thinking, model, format)
                                   : prompt_without_tools(json, thinking, model);
   format.begins_in_thoughts = format.has_thoughts && begins_thoughts(prompt, *model.tokenizer);
+  generation.sampling.grammar = answer_grammar(json, format, model);
   if (format.has_thoughts || format.needs_special_tokens()) {
     request.format = std::make_shared<const AnswerFormat>(std::move(format));
   }
@@ -414,6 +410,7 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
   }
   request.echoes = bool_of(json, "echo", false);
   generation.prompt_logprobs = request.echoes && request.has_logprobs;
+  generation.sampling.grammar = answer_grammar(json, {}, model);
   return prompts_of(json, model, request.prompt_texts);
 }
 
@@ -489,6 +486,13 @@ std::size_t longest_token(const Tokenizer& tokenizer) {
     longest = std::max(longest, tokenizer.token_bytes(static_cast<TokenId>(id)).size());
   }
   return longest;
+}
+
+std::shared_ptr<AnswerGrammars> answer_grammars(const Tokenizer& tokenizer, std::int64_t vocabulary,
+                                                const std::vector<TokenId>& end_ids) {
+  return std::make_shared<AnswerGrammars>([tokenizer, vocabulary, end_ids] {
+    return TokenGrammar::vocabulary_of(tokenizer, vocabulary, end_ids);
+  });
 }
 
 ApiRequest parse_request(std::string_view body, Endpoint endpoint, const ServedModel& model) {

@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "text/marks.hpp"
+
 namespace kvzap::session {
 
 class AnswerText {
@@ -17,22 +19,28 @@ class AnswerText {
   using Sink = std::function<void(const std::string&)>;
 
   /// `tokenizer`: null for an answer without text, or, if `shows_ids`, with the ids as its text.
-  AnswerText(const Tokenizer* tokenizer, bool shows_ids, Sink sink)
-      : m_shows_ids(shows_ids), m_sink(std::move(sink)) {
+  /// `stops`: the text ends before the first of these.
+  AnswerText(const Tokenizer* tokenizer, bool shows_ids, Sink sink,
+             std::vector<std::string> stops = {})
+      : m_shows_ids(shows_ids), m_sink(std::move(sink)), m_until_stop(std::move(stops)) {
     if (tokenizer) m_decoder.emplace(*tokenizer);
   }
 
   void append(TokenId token) {
     if (m_decoder) {
-      give(m_decoder->append(token));
+      give(m_until_stop.append(m_decoder->append(token)));
     } else if (m_shows_ids) {
       give(fmt::format("{}{}", m_text.empty() ? "" : " ", token));
     }
   }
   /// Gives what the last token has left incomplete.
   void finish() {
-    if (m_decoder) give(m_decoder->finish());
+    if (!m_decoder) return;
+    give(m_until_stop.append(m_decoder->finish()));
+    give(m_until_stop.finish());
   }
+  /// Whether a stop was found.
+  bool has_stopped() const { return m_until_stop.has_found(); }
   const std::string& text() const { return m_text; }
 
  private:
@@ -45,6 +53,7 @@ class AnswerText {
   bool m_shows_ids;
   Sink m_sink;
   std::optional<Tokenizer::StreamDecoder> m_decoder;
+  text::TextUntilMark m_until_stop;
   std::string m_text;
 };
 

@@ -30,17 +30,25 @@ void Conversation::forget_questions() {
   m_goes_on = false;
 }
 
-int Conversation::answer(AnswerOptions options, AnswerText::Sink on_text) {
+int Conversation::answer(AnswerOptions options, AnswerText::Sink on_text,
+                         std::vector<std::string> stops) {
   const std::size_t number = m_state.answers.size();
   const std::vector<TokenId>& ids = m_state.questions.at(number);
   AnsweredQuestion drawn;
   drawn.question = m_state.texts.at(number);
   m_unfinished.reset();
-  AnswerText text(m_texts.tokenizer, m_texts.shows_ids, std::move(on_text));
+  const bool has_stops = !stops.empty();
+  AnswerText text(m_texts.tokenizer, m_texts.shows_ids, std::move(on_text), std::move(stops));
+  if (has_stops) {
+    options.ends_after = [&](TokenId token) {
+      text.append(token);
+      return text.has_stopped();
+    };
+  }
   const bool waits =
       m_generator.engine().options().pruning.moment == PruneMoment::question && !m_state.context;
   options.on_token = [&, rest = std::move(options.on_token)](TokenId token) {
-    text.append(token);
+    if (!has_stops) text.append(token);
     // At the first token, because a resumed conversation cannot compute it again.
     if (waits && !m_state.context) note_context(m_generator.report());
     if (rest) rest(token);

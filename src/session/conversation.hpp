@@ -56,8 +56,8 @@ class Conversation {
   /// Draws the next answer. `on_text` receives its text in pieces: those of a token before on_token
   /// is called for it, and at the end a character that stayed incomplete. Notes the context if it
   /// is pruned with the question. Returns 0, or the reason of Stopped. Any other exception leaves
-  /// the question open.
-  int answer(AnswerOptions options, AnswerText::Sink on_text);
+  /// the question open. The answer ends before the first text of `stops`; its tokens include that.
+  int answer(AnswerOptions options, AnswerText::Sink on_text, std::vector<std::string> stops = {});
   /// Adds the unfinished answer to the finished ones.
   void keep_unfinished();
 

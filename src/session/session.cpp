@@ -130,9 +130,11 @@ struct Session::Shared {
   SessionOptions options;
   std::optional<session::ModelSetup> setup;
   std::optional<GenerationConfig> rules;
-  std::optional<Tokenizer> tokenizer;         // on rank 0
-  std::optional<ChatTemplate> chat_template;  // on rank 0
-  session::PromptForm form;                   // on rank 0
+  std::optional<Tokenizer> tokenizer;                          // on rank 0
+  /// Of grammars, made for the first one.
+  mutable std::shared_ptr<const TokenGrammar::Vocabulary> vocabulary;
+  std::optional<ChatTemplate> chat_template;                   // on rank 0
+  session::PromptForm form;                                    // on rank 0
   std::int64_t limit = 0;
   std::function<std::unique_ptr<Generator>()> make_generator;
 };
@@ -452,6 +454,19 @@ std::pair<std::vector<TokenId>, std::vector<TokenId>> Session::prompt(
   });
   parallel::broadcast(m_impl->comm, 0, ids);
   return ids;
+}
+
+std::shared_ptr<const TokenGrammar> Session::grammar(const MakeGrammar& make) {
+  const Shared& shared = *m_impl->shared;
+  std::shared_ptr<const TokenGrammar> made;
+  shared.comm.agree_on_root([&] {
+    if (!shared.vocabulary) {
+      shared.vocabulary = TokenGrammar::vocabulary_of(*shared.tokenizer, config().vocab_size,
+                                                      shared.rules->stop_ids);
+    }
+    made = make(shared.vocabulary);
+  });
+  return made;
 }
 
 std::vector<TokenId> Session::encode(const std::string& text) const {

@@ -237,10 +237,13 @@ bool ChatLoop::run_answer() {
   int signal = 0;
   bool has_begun = true;
   try {
-    signal = m_conversation.answer(options, [this](const std::string& piece) {
-      m_run.bar.clear();
-      if (prints()) print_now(piece);
-    });
+    signal = m_conversation.answer(
+        options,
+        [this](const std::string& piece) {
+          m_run.bar.clear();
+          if (prints()) print_now(piece);
+        },
+        m_run.options.form.stops);
   } catch (const Error& error) {
     if (!is_stop(error)) throw;
     signal = agreed_signal();

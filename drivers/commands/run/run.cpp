@@ -170,6 +170,8 @@ void Run::check_options() {
     const bool has_prompt = options.prompt || !options.files.empty() || m_resumed;
     if (has_prompt && !options.token_ids) m_tokenizer = Tokenizer::load(options.model);
     check_writable(options.json);
+    options.sampling.grammar =
+        grammar_of(options.form, tokenizer(), config().vocab_size, m_stop_ids);
   });
   m_report.model = config();
   m_report.all_layers = m_setup->all_layers;
@@ -475,10 +477,13 @@ void Run::answer(std::size_t question) {
     if (m_generator->is_answer_complete()) m_snapshots->finish();
   };
   if (m_dump) m_dump->begin_answer(ids, *m_generator, options);
-  const int signal = m_conversation->answer(options, [this](const std::string& piece) {
-    m_bar.clear();
-    print(piece);
-  });
+  const int signal = m_conversation->answer(
+      options,
+      [this](const std::string& piece) {
+        m_bar.clear();
+        print(piece);
+      },
+      m_options.form.stops);
   print("\n");
   if (signal != 0) {
     m_report.unfinished = m_conversation->unfinished();

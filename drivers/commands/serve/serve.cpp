@@ -214,6 +214,8 @@ void Serving::check_options() {
     if (gguf::has_model_file(folder, "tokenizer.json") || !m_options.random_weights) {
       m_model.tokenizer = Tokenizer::load(m_options.model);
       m_model.longest_token = server::longest_token(*m_model.tokenizer);
+      m_model.grammars =
+          server::answer_grammars(*m_model.tokenizer, m_setup->config.vocab_size, m_model.stop_ids);
     } else if (m_talks) {
       say("kvzap: note: no tokenizer: prompts and answers are token ids\n");
     }

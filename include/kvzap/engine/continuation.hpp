@@ -20,8 +20,8 @@ struct StopRules {
   std::int64_t max_tokens = 0;
 };
 
-/// Why an answer ends: an id of stop_ids or the end of its grammar, the requested number of tokens,
-/// or no free position.
+/// Why an answer ends: by itself (an id of stop_ids, the end of its grammar, a stop text), the
+/// requested number of tokens, or no free position.
 enum class StopReason { stop_id, max_new_tokens, context_full };
 /// "stop_id", "max_new_tokens" or "context_full".
 std::string_view name_of(StopReason reason);
@@ -49,6 +49,10 @@ class Continuation {
   /// before its last token runs. The last token that fits still gets a successor, but that
   /// successor does not run.
   std::optional<StopReason> end(std::int64_t positions) const;
+  /// Whether the answer ends with its last token for a reason that only its text shows: `append`
+  /// sets it at the end of a grammar. Where other ranks decide, set theirs.
+  bool is_complete() const { return m_is_complete; }
+  void set_complete(bool value) { m_is_complete = value; }
 
   /// The random numbers; see Sampler::state.
   std::string random_state() const { return m_sampler.state(); }
@@ -59,6 +63,7 @@ class Continuation {
   bool m_is_plain;
   StopRules m_rules;
   std::vector<TokenId> m_tokens;
+  bool m_is_complete = false;
 };
 
 /// Returns the natural logarithm of the sum of exponentials of `logits` (vocabulary): a logit less

@@ -15,7 +15,11 @@ namespace kvzap {
 
 /// How one question is answered.
 struct AnswerOptions : StopRules {
+  /// A grammar counts on rank 0; other ranks may omit it.
   SamplingOptions sampling;
+  /// Called on rank 0 with each new token, before on_token. Returns whether the answer ends with
+  /// it. Null: it does not. It may be set on rank 0 alone.
+  std::function<bool(TokenId)> ends_after;
   /// Called on every rank for each new token.
   std::function<void(TokenId)> on_token;
   /// Called while the question runs, with "question" (or "prefill" if the context runs with it) and

@@ -138,6 +138,12 @@ class Session {
   std::vector<TokenId> encode(const std::string& text) const;
   std::string decode(const std::vector<TokenId>& ids) const;
 
+  /// Returns a grammar for SamplingOptions::grammar, made by `make` on rank 0; null elsewhere.
+  /// Collective. Throws AgreedError with the message of what `make` throws.
+  using MakeGrammar = std::function<std::shared_ptr<const TokenGrammar>(
+      std::shared_ptr<const TokenGrammar::Vocabulary>)>;
+  std::shared_ptr<const TokenGrammar> grammar(const MakeGrammar& make);
+
   const ModelConfig& config() const;
   const Pruning& pruning() const;
   const SessionOptions& options() const;

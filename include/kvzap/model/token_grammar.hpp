@@ -28,6 +28,12 @@ class TokenGrammar {
   /// An answer in progress.
   class State;
 
+  /// Which keys the objects of a schema have.
+  enum class ObjectKeys {
+    open,   // as JSON Schema defines it: objects may have keys beside their properties
+    closed  // objects without `additionalProperties` have none
+  };
+
   /// Special tokens are no text. `size`: the number of the model's logits. `end_ids`: tokens that
   /// end answers, no text either.
   static std::shared_ptr<const Vocabulary> vocabulary_of(const Tokenizer& tokenizer,
@@ -37,6 +43,21 @@ class TokenGrammar {
   // Each of these throws Error that names the part of the text it cannot use, if no text matches,
   // and if a grammar is too large.
 
+  /// Answers are JSON documents that are valid under a JSON schema (draft 2020-12, and the forms of
+  /// draft 7). Keys come in the schema's order. Keywords that restrict documents and are not
+  /// supported are errors.
+  static std::shared_ptr<const TokenGrammar> from_json_schema(
+      std::shared_ptr<const Vocabulary> vocabulary, std::string_view schema,
+      ObjectKeys keys = ObjectKeys::open);
+  /// Answers are JSON objects.
+  static std::shared_ptr<const TokenGrammar> any_json_object(
+      std::shared_ptr<const Vocabulary> vocabulary);
+  /// Answers match a grammar in llama.cpp's GBNF, from its rule `root`.
+  static std::shared_ptr<const TokenGrammar> from_gbnf(std::shared_ptr<const Vocabulary> vocabulary,
+                                                       std::string_view text);
+  /// Answers match a regular expression (ECMA-262) as a whole.
+  static std::shared_ptr<const TokenGrammar> from_regular_expression(
+      std::shared_ptr<const Vocabulary> vocabulary, std::string_view pattern);
   /// Answers are one of the texts.
   static std::shared_ptr<const TokenGrammar> from_choices(
       std::shared_ptr<const Vocabulary> vocabulary, const std::vector<std::string>& texts);

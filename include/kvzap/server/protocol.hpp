@@ -20,6 +20,7 @@
 
 namespace kvzap::server {
 
+class AnswerGrammars;
 struct AnswerFormat;
 struct ResponseRequest;
 
@@ -60,12 +61,19 @@ struct ServedModel {
   std::function<Pruning(const PruneWish&)> pruning_of;
   /// See RequestPolicies::page_format_of.
   std::function<PageFormat(const PruneWish&)> page_format_of;
+  /// Grammars of answers; null: requests cannot have them.
+  std::shared_ptr<AnswerGrammars> grammars;
   /// Responses of /v1/responses; null: none is stored.
   std::shared_ptr<ResponseStore> responses;
 };
 
 /// Returns the bytes of the longest text that a single token stands for.
 std::size_t longest_token(const Tokenizer& tokenizer);
+
+/// Returns an empty store of grammars for ServedModel. `vocabulary`: the number of the model's
+/// logits; `end_ids`: tokens that end answers.
+std::shared_ptr<AnswerGrammars> answer_grammars(const Tokenizer& tokenizer, std::int64_t vocabulary,
+                                                const std::vector<TokenId>& end_ids);
 
 /// Endpoints that answer prompts: /v1/completions, /v1/chat/completions, /v1/responses, and
 /// Anthropic's /v1/messages.

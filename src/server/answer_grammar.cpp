@@ -1,0 +1,297 @@
+#include "server/answer_grammar.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "files/json_file.hpp"
+#include "grammar/gbnf.hpp"
+#include "grammar/json_schema.hpp"
+#include "grammar/json_strings.hpp"
+#include "grammar/regular_expression.hpp"
+#include "server/tool_bodies.hpp"
+#include "server/tool_rules.hpp"
+
+namespace kvzap::server {
+namespace {
+
+using grammar::call;
+using grammar::choice;
+using grammar::Expr;
+using grammar::Grammar;
+using grammar::literal;
+using grammar::optional;
+using grammar::repeat;
+using grammar::sequence;
+
+constexpr std::size_t most_grammars = 64;
+constexpr std::size_t most_choices = 4096;
+
+/// A field that says what the text of answers is.
+struct Wish {
+  enum class Kind { json_object, json_schema, regular_expression, choice, grammar };
+  Kind kind;
+  std::string field;
+  Json value;
+  bool is_strict = false;
+};
+
+/// A schema may be written as a string.
+Json schema_in(const Json& value, const std::string& field) {
+  if (!value.is_string()) return value;
+  Json schema = Json::parse(value.get_ref<const std::string&>(), nullptr, false);
+  if (schema.is_discarded()) refuse(field, "a JSON schema", value);
+  return schema;
+}
+
+std::optional<Wish> response_format_wish(const Json& body) {
+  const Json* const format = field_of(body, "response_format");
+  if (!format) return {};
+  const Json* const type = field_of(*format, "type");
+  if (is_text(type, "text")) return {};
+  if (is_text(type, "json_object")) {
+    const Json* const schema = field_of(*format, "schema");  // llama-server's
+    if (!schema) return Wish{Wish::Kind::json_object, "response_format", {}};
+    return Wish{Wish::Kind::json_schema, "response_format.schema", *schema};
+  }
+  if (!is_text(type, "json_schema")) {
+    refuse("response_format.type", R"("text", "json_object" or "json_schema")", type);
+  }
+  const std::string where = "response_format.json_schema";
+  const Json* const object = field_of(*format, "json_schema");
+  const Json* const schema = object ? field_of(*object, "schema") : nullptr;
+  if (!schema) refuse(where, R"({"name": …, "schema": {…}})", object);
+  return Wish{Wish::Kind::json_schema, where + ".schema", schema_in(*schema, where + ".schema"),
+              bool_of(*object, "strict", false)};
+}
+
+/// vLLM's structured_outputs, and its older fields, by the names of the former.
+std::optional<Wish> structured_wish(const Json& body, const char* name, const std::string& field) {
+  const Json* const value = field_of(body, name);
+  if (!value) return {};
+  const std::string_view of = name;
+  const auto ends_with = [&](std::string_view end) {
+    return of.size() >= end.size() && of.substr(of.size() - end.size()) == end;
+  };
+  if (of == "json_object") {
+    if (!bool_of(body, name, false)) return {};
+    return Wish{Wish::Kind::json_object, field, {}};
+  }
+  if (ends_with("json") || of == "json_schema") {
+    return Wish{Wish::Kind::json_schema, field, schema_in(*value, field)};
+  }
+  if (ends_with("choice")) {
+    if (!value->is_array() || value->empty() || value->size() > most_choices) {
+      refuse(field, fmt::format("an array of 1 to {} strings", most_choices), *value);
+    }
+    for (const Json& one : *value) text_of(one, field);
+    return Wish{Wish::Kind::choice, field, *value};
+  }
+  if (text_of(*value, field).empty()) return {};
+  return Wish{ends_with("regex") ? Wish::Kind::regular_expression : Wish::Kind::grammar, field,
+              *value};
+}
+
+std::optional<Wish> form_wish(const Json& body) {
+  std::vector<Wish> wishes;
+  const auto add = [&](std::optional<Wish> wish) {
+    if (wish) wishes.push_back(std::move(*wish));
+  };
+  add(response_format_wish(body));
+  for (const char* const name : {"guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                                 "json_schema", "grammar"}) {
+    add(structured_wish(body, name, name));
+  }
+  if (const Json* const object = field_of(body, "structured_outputs")) {
+    if (!object->is_object()) refuse("structured_outputs", "an object", *object);
+    for (const auto& [key, value] : object->items()) {
+      constexpr std::string_view known[] = {"json", "regex", "choice", "grammar", "json_object"};
+      const std::string field = "structured_outputs." + key;
+      if (value.is_null() || value == false) continue;
+      if (std::find(std::begin(known), std::end(known), key) == std::end(known)) {
+        refuse_as_unsupported(field);
+      }
+      add(structured_wish(*object, key.c_str(), field));
+    }
+  }
+  if (wishes.size() > 1) {
+    throw BadRequest(wishes[1].field,
+                     fmt::format("{} and {} exclude each other", wishes[0].field, wishes[1].field));
+  }
+  return wishes.empty() ? std::nullopt : std::optional(std::move(wishes.front()));
+}
+
+/// The text that a request wishes. `grammar` has no rules before.
+Expr expression_of(const Wish& wish, Grammar& grammar) {
+  grammar::JsonSchemaOptions options;
+  options.closed_objects = wish.is_strict;
+  switch (wish.kind) {
+    case Wish::Kind::json_object:
+      return call(grammar::add_any_json_object(grammar, options));
+    case Wish::Kind::json_schema:
+      return call(grammar::add_json_schema(grammar, wish.value, options));
+    case Wish::Kind::regular_expression:
+      return grammar::read_regular_expression(wish.value.get_ref<const std::string&>(),
+                                              grammar::code_point);
+    case Wish::Kind::choice: {
+      std::vector<Expr> choices;
+      for (const Json& one : wish.value) {
+        choices.push_back(literal(one.get_ref<const std::string&>()));
+      }
+      return choice(std::move(choices));
+    }
+    case Wish::Kind::grammar:
+      grammar = grammar::read_gbnf(wish.value.get_ref<const std::string&>());
+      return call(grammar.root);
+  }
+  return grammar::nothing();
+}
+
+/// Whether answers must call tools. `format`: its tools become the one that tool_choice names.
+bool requires_calls(const Json& body, AnswerFormat& format) {
+  const Json* const wanted = field_of(body, "tool_choice");
+  if (!wanted || *wanted == "auto" || *wanted == "none") return false;
+  if (*wanted != "required") {
+    const Json* const function = field_of(*wanted, "function");
+    const Json* const name = function ? field_of(*function, "name") : nullptr;
+    if (!name || !name->is_string()) {
+      refuse("tool_choice",
+             R"("none", "auto", "required" or {"type": "function", "function": {"name": …}})",
+             *wanted);
+    }
+    Json tools = Json::array();
+    for (const Json& tool : format.tools) {
+      if (tool.at("function").at("name") == *name) tools.push_back(tool);
+    }
+    if (tools.empty()) refuse("tool_choice.function.name", "the name of one of the tools", *name);
+    format.tools = std::move(tools);
+    format.calls_once = true;
+  }
+  if (format.tools.empty()) throw BadRequest("tool_choice", "tool_choice needs tools");
+  return true;
+}
+
+/// The parts of answers: thoughts, text, and calls.
+class AnswerRules {
+ public:
+  AnswerRules(const AnswerFormat& format, MarkWriter write, Grammar& grammar)
+      : m_format(format), m_write(std::move(write)), m_grammar(grammar) {}
+
+  /// `text`: null for any text; `must_call`: there is no text.
+  Expr answer(const Expr& text, bool must_call) {
+    if (m_format.style == ToolStyle::harmony) return harmony_answer(text, must_call);
+    return sequence({thoughts(), text_and_calls(text, must_call)});
+  }
+
+ private:
+  Expr thoughts() {
+    if (!m_format.has_thoughts) return grammar::empty();
+    const Expr rest = up_to("</think>", m_write);
+    const Expr blanks = repeat(literal("\n"), 0, 2);
+    if (m_format.begins_in_thoughts) return sequence({rest, blanks});
+    return optional(sequence({m_write("<think>"), rest, blanks}));
+  }
+
+  Expr text_and_calls(const Expr& text, bool must_call) {
+    if (m_format.tools.empty()) return text;
+    const Expr calls = calls_expression(m_format, m_write, m_grammar);
+    if (must_call) return calls;
+    if (text) return choice({text, calls});
+    if (m_format.style != ToolStyle::json) {
+      return sequence({text_without(marks_of(m_format.style).begin, m_write), optional(calls)});
+    }
+    // A text that begins as a call does is one.
+    grammar::ByteSet bytes;
+    bytes.set();
+    const Expr any = repeat(grammar::one_byte(bytes), 0);
+    const Expr begins = sequence({blank(), literal("{"), blank(), literal("\"name\""), any});
+    return choice({grammar::difference(any, begins), calls});
+  }
+
+  /// Messages of thoughts, and one of text or a call. The prompt has begun the first.
+  Expr harmony_answer(const Expr& text, bool must_call) {
+    const Expr channel = m_write("<|channel|>"), message = m_write("<|message|>");
+    const Expr next = sequence({m_write("<|start|>"), literal("assistant")});
+    const Expr thoughts = sequence({channel, choice({literal("analysis"), literal("commentary")}),
+                                    message, up_to("<|end|>", m_write), next});
+    std::vector<Expr> ends;
+    if (!must_call) {
+      ends.push_back(sequence(
+          {channel, literal("final"), message, text ? text : text_without("<|end|>", m_write)}));
+    }
+    if (!m_format.tools.empty()) ends.push_back(harmony_call(m_format, m_write, m_grammar));
+    return sequence({repeat(thoughts, 0), choice(std::move(ends))});
+  }
+
+  const AnswerFormat& m_format;
+  MarkWriter m_write;
+  Grammar& m_grammar;
+};
+
+}  // namespace
+
+std::shared_ptr<const TokenGrammar> AnswerGrammars::get(
+    const std::string& key,
+    const std::function<std::shared_ptr<const TokenGrammar>(const Vocabulary&)>& make) {
+  Vocabulary vocabulary;
+  {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    const auto found = std::find_if(m_entries.begin(), m_entries.end(),
+                                    [&](const Entry& entry) { return entry.first == key; });
+    if (found != m_entries.end()) {
+      m_entries.splice(m_entries.begin(), m_entries, found);
+      return found->second;
+    }
+    if (!m_vocabulary) m_vocabulary = m_make_vocabulary();
+    vocabulary = m_vocabulary;
+  }
+  std::shared_ptr<const TokenGrammar> made = make(vocabulary);
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  m_entries.emplace_front(key, made);
+  if (m_entries.size() > most_grammars) m_entries.pop_back();
+  return made;
+}
+
+std::shared_ptr<const TokenGrammar> answer_grammar(const Json& body, const AnswerFormat& format,
+                                                   const ServedModel& model) {
+  AnswerFormat held = format;
+  const bool must_call = requires_calls(body, held);
+  const std::optional<Wish> wish = form_wish(body);
+  if (!wish && held.tools.empty()) return nullptr;
+  if (must_call && wish) {
+    throw BadRequest(wish->field, wish->field + " and a required call exclude each other");
+  }
+  if (!model.grammars || !model.tokenizer) {
+    throw BadRequest(wish ? wish->field : "tools", "the model has no tokenizer");
+  }
+  const auto make = [&](const AnswerGrammars::Vocabulary& vocabulary) {
+    Grammar grammar;
+    const MarkWriter write = [&](std::string_view mark) {
+      const auto id = model.tokenizer->token_id(mark);
+      return id && model.tokenizer->is_special(*id) ? grammar::special_token(*id) : literal(mark);
+    };
+    const Expr text = wish ? expression_of(*wish, grammar) : nullptr;
+    const Expr answer = AnswerRules(held, write, grammar).answer(text, must_call);
+    grammar.root = grammar.add("answer", answer);
+    return TokenGrammar::from_rules(vocabulary, grammar);
+  };
+  Json key = {
+      static_cast<int>(held.style), held.tools, must_call, held.calls_once, held.has_thoughts,
+      held.begins_in_thoughts};
+  if (wish) {
+    key.push_back({static_cast<int>(wish->kind), wish->value, wish->is_strict});
+  }
+  try {
+    return model.grammars->get(files::json_text(key), make);
+  } catch (const BadRequest&) {
+    throw;
+  } catch (const Error& error) {
+    const std::string field = wish ? wish->field : "tools";
+    throw BadRequest(field, fmt::format("{}: {}", field, error.what()));
+  }
+}
+
+}  // namespace kvzap::server

@@ -1,0 +1,49 @@
+// What a request wants its answers to be, as a grammar.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <kvzap/model/token_grammar.hpp>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "server/answer_parts.hpp"
+#include "server/request_fields.hpp"
+
+namespace kvzap::server {
+
+/// Grammars by what they were made of. Compiling takes up to a second, and clients send the same
+/// schema again and again. All members may be called from several threads at once.
+class AnswerGrammars {
+ public:
+  using Vocabulary = std::shared_ptr<const TokenGrammar::Vocabulary>;
+
+  explicit AnswerGrammars(std::function<Vocabulary()> make_vocabulary)
+      : m_make_vocabulary(std::move(make_vocabulary)) {}
+
+  /// Returns the grammar of `key`, made by `make` if it is not kept.
+  std::shared_ptr<const TokenGrammar> get(
+      const std::string& key,
+      const std::function<std::shared_ptr<const TokenGrammar>(const Vocabulary&)>& make);
+
+ private:
+  using Entry = std::pair<std::string, std::shared_ptr<const TokenGrammar>>;
+
+  std::function<Vocabulary()> m_make_vocabulary;
+  std::mutex m_mutex;
+  Vocabulary m_vocabulary;
+  std::list<Entry> m_entries;  // the last used first
+};
+
+/// Returns the grammar of the answers to a request, or null if they are any text. Reads
+/// response_format, OpenAI's; guided_json, guided_regex, guided_choice, guided_grammar and
+/// structured_outputs, vLLM's; json_schema and grammar, llama-server's; and, with tools in
+/// `format`, tool_choice. Throws BadRequest.
+std::shared_ptr<const TokenGrammar> answer_grammar(const Json& body, const AnswerFormat& format,
+                                                   const ServedModel& model);
+
+}  // namespace kvzap::server

@@ -6,10 +6,11 @@ namespace kvzap::server {
 
 BadRequest ChatForm::renamed(const BadRequest& error) const {
   for (const auto& [name, own] : names) {
-    if (error.field != name) continue;
+    const bool is_within = error.field.compare(0, name.size() + 1, name + ".") == 0;
+    if (error.field != name && !is_within) continue;
     std::string what = error.what();
     if (what.compare(0, name.size(), name) == 0) what.replace(0, name.size(), own);
-    return {own, what, error.code};
+    return {own + error.field.substr(name.size()), what, error.code};
   }
   return error;
 }

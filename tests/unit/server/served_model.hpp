@@ -22,6 +22,7 @@ inline ServedModel served() {
   model.stop_ids = {1, 2};
   model.vocabulary = 1024;
   model.max_tokens = 4096;
+  model.grammars = answer_grammars(*model.tokenizer, model.vocabulary, {});
   model.pruning_of = [](const PruneWish& wish) {
     Pruning pruning = Pruning::kvzap("surrogate");
     pruning.mode = wish.prune.value_or(PruneMode::prefill);

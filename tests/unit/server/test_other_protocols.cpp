@@ -102,9 +102,8 @@ TEST(OtherProtocols, ErrorsNameTheFieldsOfTheRequest) {
             "stop_sequences");
   EXPECT_EQ(field(R"({"input": "x", "max_output_tokens": 0})", Endpoint::responses),
             "max_output_tokens");
-  EXPECT_EQ(
-      field(R"({"input": "x", "text": {"format": {"type": "json_object"}}})", Endpoint::responses),
-      "text.format");
+  EXPECT_EQ(field(R"({"input": "x", "text": {"format": {"type": "xml"}}})", Endpoint::responses),
+            "text.format.type");
   EXPECT_EQ(field(R"({"input": [{"type": "file_search_call"}]})", Endpoint::responses), "input[0]");
 }
 

@@ -290,7 +290,6 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"tools", 5}}, "tools", "an array");
   of_chat({{"tools", {tool, tool}}}, "tools[1].function.name", "another tool");
   of_chat({{"tools", {{{"function", {{"name", "a b"}}}}}}}, "tools[0].function.name", "letters");
-  of_chat({{"tools", {tool}}, {"tool_choice", "required"}}, "tool_choice", "not supported");
   Json call = message("assistant", nullptr);
   call["tool_calls"] = {{{"function", {{"name", "now"}, {"arguments", "[1]"}}}}};
   of_chat({{"messages", {call, message("tool", "5")}}},
@@ -298,10 +297,6 @@ TEST(Protocol, BadRequestsNameTheirField) {
   call["tool_calls"] = 5;
   of_chat({{"messages", {call, message("tool", "5")}}}, "messages[0].tool_calls", "an array");
   of_chat({{"messages", {message("tool", "5"), message("assistant", "x")}}}, "messages", "last");
-  for (const char* field : {"grammar", "json_schema", "structured_outputs", "guided_json"}) {
-    of_chat({{field, {{"type", "object"}}}}, field, "not supported");
-  }
-  of_chat({{"tool_choice", "required"}}, "tool_choice", "not supported");
   of_chat({{"repeat_penalty", 1.1}}, "repeat_penalty", "not supported");
   of_chat({{"logit_bias", {5, 1}}}, "logit_bias", "an object");
   of_chat({{"logit_bias", {{"5", 101}}}}, "logit_bias", "-100 to 100");
@@ -312,7 +307,6 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"stop_token_ids", std::vector<int>(1025, 1)}}, "stop_token_ids", "1024");
   of_chat({{"min_tokens", -1}}, "min_tokens", "integer from 0");
   of_chat({{"messages", {message("user", nullptr)}}}, "messages[0].content", "null");
-  of_chat({{"response_format", {{"type", "json_object"}}}}, "response_format", "not supported");
   of_chat({{"best_of", 3}}, "best_of", "not supported");
   of_chat({{"kvzap", {{"treshold", 1}}}}, "kvzap", "treshold");
   of_chat({{"kvzap", {{"threshold", "low"}}}}, "kvzap.threshold", "number");

@@ -35,6 +35,7 @@ FITS = {
     "olmoe": {"num_key_value_heads": 8, "heads": (8, 8, 12)},
     "qwen2_moe": {"head_dim": 12, "heads": (4, 4, 12), "decoder_sparse_step": 1, "layers": [(1, 0, "mlp."), (1, 2, "mlp.")]},
     "qwen3_moe": {"mlp_only_layers": [], "layers": [(0, 1, "mlp.")]},
+    # llama.cpp chooses the experts of phimoe by softmax, which differs, and refuses mimo_v2_full, which has no windows.
     # llama.cpp ranks groups as DeepSeek-V3, by the sum of their two largest scores.
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     # llama.cpp rounds the dimensions between which YaRN interpolates.

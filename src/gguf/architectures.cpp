@@ -113,7 +113,7 @@ std::vector<Architecture> architectures_with_full_attention(const TensorLists& l
        partial,
        lists.norms + lists.attention + lists.fused_dense + lists.post_norms},
       {"glm4moe",
-       {"Glm4MoeForCausalLM"},
+       {"Glm4MoeForCausalLM", "SolarOpenForCausalLM"},
        !interleaves,
        partial,
        lists.attention + lists.qk_norms + lists.dense + lists.experts + lists.shared +
@@ -133,6 +133,13 @@ std::vector<Architecture> more_with_full_attention(const TensorLists& lists) {
        !interleaves,
        !partial,
        lists.llama + TensorList{"attn_sub_norm", "ffn_sub_norm"}},
+      {"exaone", {"ExaoneForCausalLM"}, !interleaves, !partial, lists.llama},
+      // Its norms are LayerNorms, whose epsilon files call that of an RMS norm.
+      {"phimoe",
+       {"PhimoeForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.norms + lists.attention + lists.experts},
       {"apertus",
        {"ApertusForCausalLM"},
        !interleaves,
@@ -208,6 +215,24 @@ std::vector<Architecture> architectures_with_windows(const TensorLists& lists) {
        4,
        !layer_norms,
        gemma_names},
+      {"mellum",
+       {"MellumForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.norms + lists.attention + lists.qk_norms + lists.experts,
+       4},
+      {"mimo2",
+       {"MiMoV2FlashForCausalLM"},
+       !interleaves,
+       partial,
+       lists.llama + lists.experts + TensorList{"attn_sinks", "exp_probs_b"},
+       1},
+      {"step35",
+       {"Step3p5ForCausalLM"},
+       !interleaves,
+       partial,
+       lists.qwen3 + lists.experts + lists.shared + TensorList{"exp_probs_b", "attn_gate"},
+       1},
       {"llama4",
        {"Llama4ForCausalLM"},
        !interleaves,
@@ -268,6 +293,13 @@ std::vector<Architecture> architectures_with_layer_norms(const TensorLists& list
        !interleaves,
        !partial,
        one_map,
+       no_windows,
+       layer_norms},
+      {"dbrx",
+       {"DbrxForCausalLM"},
+       !interleaves,
+       !partial,
+       lists.experts + TensorList{"attn_norm", "attn_output_norm", "attn_qkv", "attn_output"},
        no_windows,
        layer_norms},
       {"jais2", {"Jais2ForCausalLM"}, !interleaves, !partial, plain, no_windows, layer_norms},
@@ -406,6 +438,9 @@ std::vector<Architecture> all_architectures() {
     const bool is_qwen35 = architecture.name == "qwen35" || architecture.name == "qwen35moe";
     architecture.deals_value_heads = is_qwen35;
     architecture.has_extra_blocks = is_qwen35;
+    architecture.halves_full_rope = architecture.name == "step35";
+    architecture.has_heads_of_kinds = architecture.halves_full_rope || architecture.name == "mimo2";
+    if (architecture.has_heads_of_kinds) architecture.has_extra_blocks = true;
     for (const char* name : {"glm4moe", "deepseek2", "nemotron_h_moe", "exaone-moe", "hy_v3"}) {
       if (architecture.name == name) architecture.has_extra_blocks = true;
     }

@@ -48,6 +48,11 @@ struct Architecture {
   /// Layers are one part each: a state space, attention, or a feed-forward part, whose widths
   /// feed_forward_length has for each layer.
   bool has_single_parts = false;
+  /// Layers with a window have other numbers of heads than full ones. attention.head_count and
+  /// head_count_kv have a number for each layer, attention.sliding_window_pattern a flag.
+  bool has_heads_of_kinds = false;
+  /// Full layers turn half of rope.dimension_count values of a head; those with a window all.
+  bool halves_full_rope = false;
   /// Attention is latent: keys and values are maps of one latent (DeepSeek-V2).
   bool has_latents = false;
 

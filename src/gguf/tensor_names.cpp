@@ -30,6 +30,7 @@ constexpr NamePair whole_names[] = {
     {"embed_out.weight", "output.weight"},
     {"transformer.word_embeddings.weight", "token_embd.weight"},
     {"transformer.wte.weight", "token_embd.weight"},
+    {"transformer.norm_f.weight", "output_norm.weight"},
     {"transformer.wpe.weight", "position_embd.weight"},
     {"transformer.ln_f.weight", "output_norm.weight"},
     {"transformer.ln_f.bias", "output_norm.bias"}};
@@ -180,6 +181,7 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"self_attn.query_layernorm", "attn_q_norm"},
                                     {"self_attn.key_layernorm", "attn_k_norm"},
                                     {"self_attn.gate_proj", "attn_gate"},
+                                    {"self_attn.g_proj", "attn_gate"},
                                     {"pre_mlp_layernorm", "ffn_norm"},
                                     {"block_sparse_moe.router.layer", "ffn_gate_inp"},
                                     {"block_sparse_moe.router", "ffn_gate_inp"},
@@ -192,6 +194,16 @@ constexpr NamePair layer_names[] = {{"input_layernorm", "attn_norm"},
                                     {"mlp.shared_mlp.gate_proj", "ffn_gate_shexp"},
                                     {"mlp.shared_mlp.up_proj", "ffn_up_shexp"},
                                     {"mlp.shared_mlp.down_proj", "ffn_down_shexp"},
+                                    {"attn.attention.q_proj", "attn_q"},
+                                    {"attn.attention.k_proj", "attn_k"},
+                                    {"attn.attention.v_proj", "attn_v"},
+                                    {"attn.attention.out_proj", "attn_output"},
+                                    {"mlp.c_fc_0", "ffn_gate"},
+                                    {"mlp.c_fc_1", "ffn_up"},
+                                    {"norm_attn_norm.norm_1", "attn_norm"},
+                                    {"norm_attn_norm.norm_2", "attn_output_norm"},
+                                    {"norm_attn_norm.attn.Wqkv", "attn_qkv"},
+                                    {"norm_attn_norm.attn.out_proj", "attn_output"},
                                     {"ln_1", "attn_norm"},
                                     {"ln_2", "ffn_norm"},
                                     {"attn.c_attn", "attn_qkv"},
@@ -204,6 +216,7 @@ constexpr std::string_view expert_blocks[] = {
 
 // Whole names in a layer, of tensors without ".weight" and ".bias" in checkpoints.
 constexpr NamePair bare_names[] = {{"self_attn.sinks", "attn_sinks.weight"},
+                                   {"self_attn.attention_sink_bias", "attn_sinks.weight"},
                                    {"linear_attn.A_log", "ssm_a"},
                                    {"linear_attn.dt_bias", "ssm_dt.bias"},
                                    {"altup.correct_output_scale", "altup_correct_scale.weight"},
@@ -233,7 +246,8 @@ constexpr std::string_view correction_names[] = {"mlp.gate.e_score_correction_bi
                                                  "mixer.gate.e_score_correction_bias",
                                                  "feed_forward.expert_bias",
                                                  "mlp.e_score_correction_bias",
-                                                 "mlp.expert_bias"};
+                                                 "mlp.expert_bias",
+                                                 "moe.router_bias"};
 constexpr std::string_view correction_tensor = "exp_probs_b";
 
 constexpr std::string_view hugging_face_layers[] = {"model.layers.", "gpt_neox.layers.",

@@ -488,6 +488,34 @@ void olmo_rows(GgufFields& f) {
   if (f.model.qkv_limit > 0) f.add(key, f.model.qkv_limit);
 }
 
+void exaone_rows(GgufFields& f) {
+  no_attention_bias(f);
+  f.demand("mlp_bias", false, f.model.mlp_bias);
+}
+
+/// Programs need the key of the limit.
+void dbrx_rows(GgufFields& f) {
+  constexpr const char* key = "attention.clamp_kqv";
+  const double limit = f.find_factor(key, 0);
+  f.config["clip_qkv"] = limit > 0 ? json(limit) : json(nullptr);
+  f.add(key, f.model.qkv_limit);
+  f.require(f.model.experts->normalises, "moe_normalize_expert_weights", "1", "null");
+  experts(f, "num_experts", softmax, dense_width);
+  f.require_key("expert_weights_norm", true);
+}
+
+/// No key has the noise of the router, by which SparseMixer chooses experts.
+void phimoe_rows(GgufFields& f) {
+  constexpr double noise = 0.01;
+  f.norm_bias = f.head_bias = f.qkv_bias = f.output_bias = true;
+  f.implied("attention_bias", true, f.model.qkv_bias);
+  f.implied("lm_head_bias", true, f.model.head_bias);
+  f.demand("router_jitter_noise", noise, f.model.experts->mixer_margin / 2);
+  f.demand("tie_word_embeddings", false, f.model.tie_word_embeddings);
+  f.config["sliding_window"] = nullptr;
+  experts(f, "num_local_experts", softmax, dense_width);
+}
+
 void seed_oss_rows(GgufFields& f) {
   attention_bias(f, false);
   f.implied("attention_out_bias", false, f.model.o_bias);
@@ -599,6 +627,9 @@ const std::vector<GgufFamily>& gguf_families() {
       {"gpt-oss", gpt_oss_rows},
       {"cohere2", cohere2_rows},
       {"llama4", llama4_rows},
+      {"mellum", mellum_rows},
+      {"mimo2", mimo2_rows},
+      {"step35", step35_rows},
       {"seed_oss", seed_oss_rows},
       {"ernie4_5", ernie_rows},
       {"ernie4_5-moe", ernie_moe_rows},
@@ -614,6 +645,9 @@ const std::vector<GgufFamily>& gguf_families() {
       {"qwen35moe", [](F f) { qwen35_rows(f), hybrid_experts(f); }},
       {"arcee", arcee_rows},
       {"nemotron", nemotron_rows},
+      {"exaone", exaone_rows},
+      {"dbrx", dbrx_rows},
+      {"phimoe", phimoe_rows},
       {"jais2", [](F f) { f.norm_bias = true, rows_without_gate(f); }},
       {"gpt2", gpt2_rows},
       {"starcoder", starcoder_rows},

@@ -91,7 +91,10 @@ double GgufFields::find_factor(std::string_view key, double absent) {
 std::optional<std::vector<bool>> GgufFields::find_flags(std::string_view key) {
   const gguf::MetadataValue* const value = m_metadata.find(own(key));
   if (value == nullptr || value->type != gguf::ValueType::array) return std::nullopt;
-  return m_metadata.find_flags(read(key), static_cast<std::uint64_t>(blocks));
+  const auto count = static_cast<std::uint64_t>(blocks);
+  if (value->element == gguf::ValueType::boolean) return m_metadata.find_flags(read(key), count);
+  const auto numbers = m_metadata.find_integers(read(key), count, 0, 1);
+  return std::vector<bool>(numbers->begin(), numbers->end());
 }
 
 std::optional<std::int64_t> GgufFields::find_uniform(std::string_view key) {

@@ -115,7 +115,7 @@ class GgufFields {
   }
   double above_0(std::string_view key);
   double find_factor(std::string_view key, double absent);
-  /// The flags of all blocks; nothing if the value is no array.
+  /// The flags of all blocks, or numbers 0 and 1; nothing if the value is no array.
   std::optional<std::vector<bool>> find_flags(std::string_view key);
   std::optional<std::int64_t> find_uniform(std::string_view key);
   /// A number from 0 on for each layer, whether the file has an array or one number for all blocks.
@@ -161,6 +161,8 @@ inline bool ends_period(std::int64_t layer, std::int64_t period) {
 
 /// The rows of RoPE.
 void rope_fields(GgufFields& fields);
+/// Returns whether files of the architecture have a set of factors for longer texts.
+bool has_two_rope_factors(const GgufFields& fields);
 /// Returns the values of a tensor of factors of RoPE, one for each pair that turns. Throws Error
 /// unless it is there, with finite values above 0.
 std::vector<float> rope_factors_of(const GgufFields& fields, const char* name);

@@ -12,6 +12,7 @@
 #include "model/gguf_fields.hpp"
 #include "model/gguf_gemma.hpp"
 #include "model/gguf_latent.hpp"
+#include "model/gguf_rows.hpp"
 
 namespace kvzap::model {
 
@@ -129,18 +130,19 @@ void read_head(GgufFields& f) {
     f.fail_key(key_length ? key : "embedding_length", "an even number of values in a head",
                fmt::format("{}", f.head_dim));
   }
-  const auto check = [&](const char* other_key, bool is_partial) {
+  const auto part_of_head = [&](const char* other_key, bool is_partial) {
     const std::int64_t found = f.find_integer(other_key, 1).value_or(f.head_dim);
-    if (found == f.head_dim) return;
-    f.rotary_dim = found;
-    if (is_partial && found % 2 == 0 && found < f.head_dim) return;
+    if (found == f.head_dim || (is_partial && found % 2 == 0 && found < f.head_dim)) return found;
     f.fail_key(other_key,
                fmt::format("{}{}, the length of a head", is_partial ? "an even number up to " : "",
                            f.head_dim),
                fmt::format("{}", found));
   };
-  check("attention.value_length", false);
-  check("rope.dimension_count", f.architecture.has_partial_rope);
+  const bool has_smaller_values = f.architecture.name == "mimo2";
+  const std::int64_t value_dim = part_of_head("attention.value_length", has_smaller_values);
+  if (has_smaller_values) f.config["v_head_dim"] = value_dim;
+  f.rotary_dim = part_of_head("rope.dimension_count", f.architecture.has_partial_rope);
+  if (f.architecture.halves_full_rope) f.rotary_dim /= 2;
 }
 
 void head(GgufFields& f) {
@@ -150,7 +152,7 @@ void head(GgufFields& f) {
   if (f.reads()) read_head(f);
   f.config["head_dim"] = f.head_dim;
   f.add("attention.key_length", f.head_dim);
-  f.add("attention.value_length", f.head_dim);
+  f.add("attention.value_length", f.model.value_dim > 0 ? f.model.value_dim : f.head_dim);
 }
 
 /// The number of tokens is that of the embedding table or, without one, of the tokenizer.
@@ -170,8 +172,12 @@ void vocabulary(GgufFields& f) {
 /// The sizes of all layers but those of Gemma 4.
 void uniform_sizes(GgufFields& f) {
   f.architecture.name == "gemma3n" ? gemma3n_widths(f) : width(f);
-  f.uniform("attention.head_count", "num_attention_heads", f.model.num_attention_heads);
-  kv_heads(f);
+  if (f.architecture.has_heads_of_kinds) {
+    heads_of_kinds(f);
+  } else {
+    f.uniform("attention.head_count", "num_attention_heads", f.model.num_attention_heads);
+    kv_heads(f);
+  }
   head(f);
 }
 
@@ -282,7 +288,7 @@ bool is_read(const GgufFields& f, std::string_view name) {
   if (name == "token_embd_norm.weight") return is_lfm;
   if (name == "position_embd.weight") return f.has_positions;
   if (name == "rope_factors_long.weight" || name == "rope_factors_short.weight") {
-    return f.architecture.name == "phi3" || f.architecture.name == "minicpm3";
+    return has_two_rope_factors(f);
   }
   const auto parts = gguf::parse_name_in_layer(name);
   if (!parts || parts->layer >= f.blocks) return false;

@@ -74,15 +74,15 @@ void yarn(GgufFields& f) {
   f.config["mscale_all_dim"] = all_dim;
 }
 
-/// Files of these architectures have a set of factors for longer texts.
-bool has_two_factors(const GgufFields& f) {
-  return f.architecture.name == "phi3" || f.architecture.name == "minicpm3";
-}
-
 /// The scaling of Phi-3. Its factors are tensors.
 void longrope(GgufFields& f) {
   original_length(f);
   f.factor(attention_key, "attention_factor", 1, f.model.rope_scaling->attention_factor);
+  if (f.architecture.name != "phimoe") return;
+  for (const char* field : {"short_mscale", "long_mscale"}) {
+    f.config[field] = f.config["attention_factor"];
+  }
+  f.config.erase("attention_factor");
 }
 
 /// Returns the object that rows add to `start`.
@@ -112,14 +112,15 @@ json scaling_of_keys(GgufFields& f) {
 /// Reads a factor for each pair of values that RoPE turns.
 std::vector<float> factors_of(const GgufFields& f, const TensorEntry& tensor) {
   const std::int64_t pairs = f.rotary_dim / 2;
+  const std::int64_t stored = f.architecture.halves_full_rope ? 2 * pairs : pairs;
   const std::string where = fmt::format("{}: tensor '{}'", *tensor.file, tensor.name);
-  if (tensor.shape != std::vector<std::int64_t>{pairs} || tensor.format == nullptr ||
+  if (tensor.shape != std::vector<std::int64_t>{stored} || tensor.format == nullptr ||
       tensor.format->name != "F32") {
-    throw Error(fmt::format("{}: expected {} values of type F32, found {} of type {}", where, pairs,
-                            tensor.shape.back(), type_name(tensor)));
+    throw Error(fmt::format("{}: expected {} values of type F32, found {} of type {}", where,
+                            stored, tensor.shape.back(), type_name(tensor)));
   }
   std::vector<float> factors(static_cast<std::size_t>(pairs));
-  std::memcpy(factors.data(), tensor.data, tensor.bytes);
+  std::memcpy(factors.data(), tensor.data, factors.size() * sizeof(float));
   for (const float factor : factors) {
     if (std::isfinite(factor) && factor > 0) continue;
     throw Error(fmt::format("{}: expected finite values above 0, found {}", where, factor));
@@ -213,7 +214,7 @@ void write_scaling(GgufFields& f) {
   } else if (type == RopeType::linear) {
     f.add(type_key, "linear");
     factor_row(f);
-  } else if (type == RopeType::longrope && has_two_factors(f)) {
+  } else if (type == RopeType::longrope && has_two_rope_factors(f)) {
     longrope(f);
   } else {
     refuse_scaling(f);
@@ -222,10 +223,15 @@ void write_scaling(GgufFields& f) {
 
 }  // namespace
 
+bool has_two_rope_factors(const GgufFields& fields) {
+  const std::string_view name = fields.architecture.name;
+  return name == "phi3" || name == "phimoe" || name == "minicpm3";
+}
+
 void rope_fields(GgufFields& f) {
   constexpr double absent_theta = 10000;
   f.positive("rope.freq_base", "rope_theta", f.model.rope_theta, absent_theta);
-  f.add("rope.dimension_count", f.rotary_dim);
+  f.add("rope.dimension_count", (f.architecture.halves_full_rope ? 2 : 1) * f.rotary_dim);
   if (f.reads()) {
     read_scaling(f);
   } else {
@@ -275,6 +281,9 @@ std::vector<RopeFactors> rope_factors(const ModelConfig& config) {
     factors.values.push_back(static_cast<float>(std::pow(config.rope_theta, -exponent) /
                                                 scaled[static_cast<std::size_t>(i)]));
   }
+  // Layers with a window may turn more values, without factors.
+  const std::int64_t most = std::max(config.rotated_dims(), config.window_rotary_dim) / 2;
+  factors.values.resize(static_cast<std::size_t>(most), 1.0F);
   return {factors};
 }
 

@@ -57,6 +57,14 @@ void falcon_h1_rows(GgufFields& f);
 void nemotron_h_rows(GgufFields& f);
 void jamba_rows(GgufFields& f);
 
+// Families whose layers with windows have other heads (gguf_mixed_rows.cpp).
+
+/// The numbers of heads of full layers and of those with a window.
+void heads_of_kinds(GgufFields& f);
+void mellum_rows(GgufFields& f);
+void mimo2_rows(GgufFields& f);
+void step35_rows(GgufFields& f);
+
 // Experts.
 
 /// The experts of a token, and their number. `width` has the rows for their width. The graph of an

@@ -196,23 +196,18 @@ SourceTensor tensor_of(Stack stack) {
   return tensor;
 }
 
-/// Appends the tensors of the file that hold a tensor of all experts, of shape (expert, column,
-/// row), (expert, row, column) if TensorNames::rows_first, or (expert, row).
+/// Appends the tensors of the file that hold a tensor of all experts.
 void append_fused(const NamedTensor& named, const std::vector<std::string>& names,
-                  const TensorNames& family, const WeightStore& store, std::vector<Stack>& stacks) {
-  const bool is_matrix = named.shape.size() == 3, rows_first = is_matrix && family.rows_first;
-  const bool alternates = family.alternates && names.size() > 1;
-  const std::int64_t count = named.shape.front();
-  const std::int64_t rows = rows_first ? named.shape[1] : named.shape.back();
-  const std::int64_t columns = !is_matrix ? 0 : rows_first ? named.shape.back() : named.shape[1];
-  const std::int64_t rows_of_part = rows / static_cast<std::int64_t>(names.size());
+                  const ModelConfig& config, const WeightStore& store, std::vector<Stack>& stacks) {
+  const FusedExpertsShape fused = fused_experts_shape(config, named.name, named.shape);
+  const std::int64_t rows_of_part = fused.rows / static_cast<std::int64_t>(names.size());
   std::int64_t first_row = 0;
   for (const std::string& name : names) {
     Stack stack{name, {rows_of_part}, {}, true, {}, first_row};
-    if (columns > 0) stack.shape.push_back(columns);
-    for (std::int64_t expert = 0; expert < count; ++expert) {
+    if (fused.columns > 0) stack.shape.push_back(fused.columns);
+    for (std::int64_t expert = 0; expert < fused.count; ++expert) {
       stack.parts.push_back(
-          store.slice(named.name, {expert, count, alternates, rows_first}, rows, columns));
+          store.slice(named.name, fused.slice(expert), fused.rows, fused.columns));
     }
     stacks.push_back(std::move(stack));
     first_row += rows_of_part;
@@ -295,7 +290,7 @@ std::vector<Stack> stacks_of(const ModelConfig& config, const gguf::Architecture
     const std::int64_t rows = named.shape.front();
     const auto fused = gguf::fused_expert_names(architecture, named.name);
     if (!fused.empty()) {
-      append_fused(named, fused, family_of(config).tensors, store, stacks);
+      append_fused(named, fused, config, store, stacks);
       continue;
     }
     const auto inputs = gguf::delta_input_names(architecture, named.name);

@@ -135,18 +135,14 @@ const gguf::TensorEntry* GgufStore::find(const gguf::TensorName& place) const {
 
 std::unique_ptr<StoredTensor> GgufStore::at(std::string_view name, const Shape& shape) const {
   if (!gguf::fused_expert_names(*m_architecture, name).empty()) {
-    const TensorNames& names = family_of(m_config).tensors;
-    const bool is_matrix = shape.size() == 3, rows_first = is_matrix && names.rows_first;
-    const bool alternates = names.alternates && name.find(".gate_up_proj") != name.npos;
-    const std::int64_t rows = rows_first ? shape[1] : shape.back();
-    const std::int64_t columns = !is_matrix ? 0 : rows_first ? shape.back() : shape[1];
+    const FusedExpertsShape fused = fused_experts_shape(m_config, name, shape);
     std::vector<std::unique_ptr<StoredTensor>> experts;
-    for (std::int64_t expert = 0; expert < shape.front(); ++expert) {
-      experts.push_back(
-          slice(std::string(name), {expert, shape.front(), alternates}, rows, columns));
+    for (std::int64_t expert = 0; expert < fused.count; ++expert) {
+      experts.push_back(slice(std::string(name), fused.slice(expert), fused.rows, fused.columns));
     }
-    if (rows_first) return joined_rows(std::move(experts), rows, false);
-    return fused_experts(std::move(experts), rows, std::max<std::int64_t>(1, columns), alternates);
+    if (fused.rows_first) return joined_rows(std::move(experts), fused.rows, false);
+    return fused_experts(std::move(experts), fused.rows, std::max<std::int64_t>(1, fused.columns),
+                         fused.alternates);
   }
   const auto inputs = gguf::delta_input_names(*m_architecture, name);
   if (!inputs.empty()) return delta_inputs(name, inputs, shape);

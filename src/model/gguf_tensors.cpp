@@ -453,6 +453,26 @@ std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTenso
   return std::make_unique<ReorderedTensor>(std::move(parts), rows, columns, order);
 }
 
+FusedExpertsShape fused_experts_shape(const ModelConfig& config, std::string_view name,
+                                      const std::vector<std::int64_t>& shape) {
+  const TensorNames& names = family_of(config).tensors;
+  const auto is = [&](std::string_view tensor) {
+    return !tensor.empty() && name.find(tensor) != name.npos;
+  };
+  FusedExpertsShape result;
+  result.count = config.experts->count;
+  const bool is_bias = ends_with(name, "_bias");
+  const bool is_down = is(names.experts_down);
+  result.is_flat = !names.experts_up.empty() && !names.rows_first;
+  result.rows_first = !is_bias && (names.rows_first || (result.is_flat && !is_down));
+  result.alternates = names.alternates && !is_down;
+  const std::int64_t before = shape.front() / (result.is_flat ? result.count : 1);
+  const std::int64_t first = result.is_flat ? before : shape[1];
+  result.rows = is_bias || !result.rows_first ? shape.back() : first;
+  result.columns = is_bias ? 0 : result.rows_first ? shape.back() : first;
+  return result;
+}
+
 std::unique_ptr<StoredTensor> single_value(float value, std::string description) {
   return std::make_unique<SingleValue>(value, std::move(description));
 }

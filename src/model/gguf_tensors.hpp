@@ -63,6 +63,25 @@ std::unique_ptr<StoredTensor> from_order(std::vector<std::unique_ptr<StoredTenso
                                          const std::vector<std::int64_t>& rows,
                                          std::int64_t columns, const TensorOrder& order);
 
+/// A tensor of all experts in a checkpoint: its matrices (rows, columns), or vectors (columns = 0).
+struct FusedExpertsShape {
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  std::int64_t count = 0;
+  /// See TensorSlice.
+  bool alternates = false;
+  bool rows_first = false;
+  bool is_flat = false;
+
+  TensorSlice slice(std::int64_t expert) const {
+    return {expert, count, alternates, rows_first, is_flat};
+  }
+};
+
+/// Returns that of the tensor `name` of this shape.
+FusedExpertsShape fused_experts_shape(const ModelConfig& config, std::string_view name,
+                                      const std::vector<std::int64_t>& shape);
+
 /// Returns a vector of one value. `description`: see StoredTensor.
 std::unique_ptr<StoredTensor> single_value(float value, std::string description);
 

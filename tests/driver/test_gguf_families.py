@@ -30,7 +30,8 @@ ARCHITECTURES = {
     "granitemoehybrid_dense": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "nemotron_h_dense": "nemotron_h",
     "exaone_moe": "exaone-moe", "afmoe": "afmoe", "hy_v3": "hy_v3", "bitnet": "bitnet", "apertus": "apertus",
     "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_moe": "gemma4", "gemma4_unified": "gemma4",
-    "jamba": "jamba",
+    "jamba": "jamba", "exaone": "exaone", "dbrx": "dbrx", "phimoe": "phimoe",
+    "mimo_v2_flash": "mimo2", "mimo_v2_full": "mimo2", "step3p7": "step35", "mellum": "mellum", "solar_open": "glm4moe",
 }
 # Further models of a folder.
 FOLDERS = {"nemotron_h_dense": "nemotron_h"}
@@ -57,6 +58,10 @@ FIXED = {
                "per_layer_config": {str(layer): {"head_dim": 24} for layer in (0, 2, 4, 6, 7)}},
     "afmoe": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "bitnet": {"hidden_act": "silu"},
+    "mimo_v2_full": {"n_group": 1, "topk_group": 1},
+    "mellum": {"mlp_layer_types": ["sparse"] * 4, "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 500000.0}
+                                                                      for kind in ("full_attention", "sliding_attention")}},
+    "phimoe": {"router_jitter_noise": 0.01},
     "arcee": {"mlp_bias": False},
     "cohere_norms": {"num_hidden_layers": 64},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
@@ -69,10 +74,10 @@ FIXED = {
                                                "mlp"]},
 }
 # Layers that take the place of others, as the format fixes which ones have experts or RoPE.
-LAYERS = {"smollm3": [(1, 3)], "glm4_moe_lite": [(1, 2)], "gemma4": [(2, 4)], "nemotron_h": [(0, 3)], "nemotron_h_dense": [(3, 0), (3, 6)],
+LAYERS = {"smollm3": [(1, 3)], "mellum": [(0, 1)], "glm4_moe_lite": [(1, 2)], "gemma4": [(2, 4)], "nemotron_h": [(0, 3)], "nemotron_h_dense": [(3, 0), (3, 6)],
           "cohere_norms": [(layer % 3, layer) for layer in range(3, 64)]}
 # Biases that the architecture lacks in GGUF: their field, and the ends of their names.
-BIASES = {"arcee": ("attention_bias", ".bias"), "seed_oss": ("attention_out_bias", "o_proj.bias"), "ernie4_5": ("use_bias", ".bias"), "cohere": ("attention_bias", ".bias"),
+BIASES = {"mimo_v2_flash": ("attention_bias", ".bias"), "arcee": ("attention_bias", ".bias"), "seed_oss": ("attention_out_bias", "o_proj.bias"), "ernie4_5": ("use_bias", ".bias"), "cohere": ("attention_bias", ".bias"),
           "deepseek_v3": ("attention_bias", ("proj.bias", "mqa.bias")), "granitemoehybrid": ("mamba_proj_bias", "proj.bias"),
           "lfm2": ("conv_bias", ("conv.bias", "proj.bias")), "nemotron_h": ("use_bias", "proj.bias"),
           "nemotron_h_dense": ("use_bias", "proj.bias")}
@@ -284,6 +289,41 @@ class Families(TestCase):
                 file.set(f"deepseek2.{key}", item)
                 self.fail_with(kvzap("-m", file.write(self.folder / "spoilt.gguf"), "--token-ids", "-p", "1"), message)
 
+    def test_malformed_heads(self):
+        """Layers with windows have other heads than full ones."""
+        flags, heads, kv_heads = "attention.sliding_window_pattern", "attention.head_count", "attention.head_count_kv"
+        cases = [
+            ("mimo_v2_flash", kv_heads, [4, 8, 8, 2], f"{kv_heads}: expected the same number above 0 in all layers without a window, found 2"),
+            ("mimo_v2_flash", kv_heads, [4, 4, 4, 4], f"{kv_heads}: expected 8 in layers with a window, found 4"),
+            ("mimo_v2_flash", kv_heads, [4, 8, 0, 4], f"{kv_heads}: expected the same number above 0 in all layers with a window, found 0"),
+            ("mimo_v2_flash", heads, [8, 16, 16, 8], f"{heads}: expected 8 in layers with a window, found 16"),
+            ("mimo_v2_flash", flags, [0, 1, 2, 0], f"{flags}[2]: expected a whole number from 0 to 1, found 2"),
+            ("mimo_v2_flash", flags, None, f"{flags}: expected a flag for each layer, found none"),
+            ("mimo_v2_flash", "attention.value_length", 26, "attention.value_length: expected an even number up to 24"),
+            ("step3p7", heads, [4, 5, 4, 5, 4], "num_sliding_attention_heads"),
+            ("step3p7", "attention.sliding_window", 0, "attention.sliding_window: expected a number of tokens above 0, found none"),
+            ("step3p7", "swiglu_clamp_exp", [1, 2], "swiglu_clamp_exp: expected an array of 5 values of type f32"),
+        ]
+        made = {name: self.convert(self.folder_of(name), f"{name}.gguf") for name in ("mimo_v2_flash", "step3p7")}
+        for name, key, item, message in cases:
+            with self.subTest(name=name, key=key, item=item):
+                file, whole = Gguf(made[name]), f"{ARCHITECTURES[name]}.{key}"
+                if item is None:
+                    del file.values[whole]
+                elif isinstance(item, list):
+                    file.values[whole] = struct.pack(f"<IIQ{len(item)}i", 9, 5, len(item), *item)
+                else:
+                    file.set(whole, item)
+                self.fail_with(kvzap("-m", file.write(self.folder / "spoilt.gguf"), "--token-ids", "-p", "1"), message)
+        # Files of MiMo-V2 have numbers instead of flags, and blocks that predict further tokens.
+        file, prompt = Gguf(made["mimo_v2_flash"]), golden("mimo_v2_flash")[0]
+        for key, item in ((flags, [0, 1, 1, 0, 1]), (heads, [8] * 5), (kv_heads, [4, 8, 8, 4, 8])):
+            file.values[f"mimo2.{key}"] = struct.pack("<IIQ5i", 9, 5, 5, *item)
+        file.set("mimo2.block_count", 5)
+        file.set("mimo2.nextn_predict_layers", 1)
+        file.tensors.update({name.replace(".2.", ".4.", 1): item for name, item in file.tensors.items() if name.startswith("blk.2.")})
+        self.assertEqual(self.ids(file.write(self.folder / "more.gguf"), prompt), self.ids(made["mimo_v2_flash"], prompt))
+
     @unittest.skipUnless(gguf, "needs the Python package gguf")
     def test_package_gguf(self):
         """The package reads each file. The names of tensors are those of its own list for the architecture."""
@@ -296,6 +336,10 @@ class Families(TestCase):
                 kind = next((key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture), None)
                 if kind is None:  # a package older than the architecture
                     continue
+                if name == "dbrx":
+                    experts = config["ffn_config"]
+                    config.update(num_hidden_layers=config["n_layers"], hidden_size=config["d_model"], num_experts=experts["moe_num_experts"],
+                                  num_experts_per_tok=experts["moe_top_k"], intermediate_size=experts["ffn_hidden_size"])
                 layers = config.get("num_hidden_layers", config.get("n_layer")) or len(config["layers_block_type"])
                 known = {gguf.TENSOR_NAMES[tensor].format(bid=layer) for tensor in gguf.MODEL_TENSORS[kind] for layer in range(layers)}
                 if name in ("qwen2_moe", "qwen3_moe"):  # these have a dense layer, unlike published models
@@ -308,7 +352,7 @@ class Families(TestCase):
                 up = next((key for key in shapes if key.endswith("ffn_up_exps.weight")), None)
                 experts = up and next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if key in config), None)
                 if experts:
-                    width = config.get("moe_intermediate_size", config["intermediate_size"])
+                    width = config.get("moe_intermediate_size", config.get("intermediate_size"))
                     self.assertEqual(shapes[up], [experts, width, config["hidden_size"]])
                 values = {key: field.contents() for key, field in reader.fields.items() if key.startswith(architecture + ".")}
                 self.assertEqual(values[f"{architecture}.block_count"], layers)

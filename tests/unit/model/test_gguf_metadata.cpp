@@ -57,6 +57,17 @@ const std::map<std::string, json>& changes() {
       // Files have no place for these biases and windows.
       {"seed_oss", {{"attention_out_bias", false}}},
       {"ernie4_5", {{"use_bias", false}}},
+      {"exaone", {{"rope_parameters", {{"original_max_position_embeddings", 8192}}}}},
+      {"mellum",
+       {{"mlp_layer_types", json(4, "sparse")},
+        {"rope_parameters", {{"sliding_attention", {{"rope_theta", 500000.0}}}}}}},
+      {"mimo_v2_flash", {{"attention_bias", false}}},
+      {"mimo_v2_full", {{"n_group", 1}, {"topk_group", 1}}},
+      {"step3p7",
+       {{"rope_parameters",
+         {{"full_attention",
+           {{"original_max_position_embeddings", 8192}, {"high_freq_factor", 4.0}}}}}}},
+      {"phimoe", {{"router_jitter_noise", 0.01}}},
       {"arcee", {{"attention_bias", false}, {"mlp_bias", false}}},
       {"cohere", {{"attention_bias", false}}},
       {"cohere_norms", {{"num_hidden_layers", 64}}},
@@ -158,6 +169,7 @@ void write_gguf(const ModelConfig& config, const fs::path& file) {
 /// Returns the model's class. Files of some classes say no more than those of another one.
 std::string class_of(const ModelConfig& config) {
   if (config.architecture == "Glm4MoeLiteForCausalLM") return "DeepseekV3ForCausalLM";
+  if (config.architecture == "SolarOpenForCausalLM") return "Glm4MoeForCausalLM";
   if (config.architecture == "Gemma4UnifiedForCausalLM") return "Gemma4ForCausalLM";
   return config.architecture;
 }

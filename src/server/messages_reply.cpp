@@ -35,6 +35,7 @@ class MessagesWriter final : public ReplyWriter {
   }
 
   std::string begin(int) override {
+    if (std::exchange(m_has_begun, true)) return {};
     OrderedJson message = frame();
     Ending ending;  // no token is known to be in the cache yet
     ending.prompt_tokens = m_prompt_tokens;
@@ -65,7 +66,11 @@ class MessagesWriter final : public ReplyWriter {
     return fmt::format("event: error\ndata: {}\n\n", messages_error_body(what, "api_error"));
   }
 
-  std::string sign() const override { return named_event("ping", {{"type", "ping"}}); }
+  std::string sign() override {
+    // Clients expect message_start first.
+    std::string events = begin(0);
+    return events + named_event("ping", {{"type", "ping"}});
+  }
 
  private:
   void write(const char* type, const OrderedJson& fields) {
@@ -158,6 +163,7 @@ class MessagesWriter final : public ReplyWriter {
   OrderedJson m_content = OrderedJson::array();
   std::string m_open;  // type of the last block, while it is open
   int m_calls = 0;
+  bool m_has_begun = false;
   std::string m_events;
 };
 

@@ -172,7 +172,6 @@ class ReplyWriter {
   /// first prompt. `created`: seconds since 1970.
   static std::unique_ptr<ReplyWriter> make(const ApiRequest& request, const ServedModel& model,
                                            std::int64_t id, std::int64_t created);
-  explicit ReplyWriter(const ApiRequest& request) : m_choices(request.choices) {}
   ReplyWriter(const ReplyWriter&) = delete;
   ReplyWriter& operator=(const ReplyWriter&) = delete;
   virtual ~ReplyWriter() = default;
@@ -198,10 +197,13 @@ class ReplyWriter {
   /// Returns the last events of a stream that fails by the server's fault.
   virtual std::string failure(const std::string& what) = 0;
   /// Returns what keeps a silent stream open.
-  virtual std::string sign() const { return ": in progress\n\n"; }
+  virtual std::string sign() { return ": in progress\n\n"; }
 
   /// Returns the token counts of all answers. A prompt's tokens count once for all its answers.
   TokenCounts count(const std::vector<Ending>& endings) const;
+
+ protected:
+  explicit ReplyWriter(const ApiRequest& request) : m_choices(request.choices) {}
 
  private:
   int m_choices;  // of each prompt

@@ -140,6 +140,10 @@ TEST(OtherProtocols, MessagesHaveBlocks) {
   EXPECT_EQ(said, "Well.");
   EXPECT_EQ(input, R"({"z":1,"a":2})");
   EXPECT_EQ(events_of(writer->sign()).front().at("type"), "ping");
+  const auto silent = ReplyWriter::make(request, model, 7, 0);
+  const std::vector<OrderedJson> signs = events_of(silent->sign() + silent->begin(0));
+  ASSERT_EQ(signs.size(), 2U);
+  EXPECT_EQ(signs[0].at("type"), "message_start");
   EXPECT_EQ(events_of(writer->failure("no"))[0].at("error").at("type"), "api_error");
   // Without tools: a stop text, and the length.
   const ApiRequest plain =

@@ -137,8 +137,9 @@ TEST_F(GoldenRopeLogits, OfTextsThatGrowBeyondTheOriginalLength) {
   const json description = read_json("logits.json");
   m_ids = description["ids"].get<std::vector<TokenId>>();
   const auto file = SafetensorsFolder::open(rope_dir / "logits.safetensors");
-  for (const auto& [name, written] : description["cases"].items()) {
-    const ModelConfig config = load_config(written);
+  for (const auto& entry : description["cases"].items()) {
+    const std::string& name = entry.key();
+    const ModelConfig config = load_config(entry.value());
     if (comm.size() > config.num_key_value_heads) return;
     const auto partition =
         HeadPartition::even(static_cast<int>(config.num_hidden_layers),

@@ -130,11 +130,11 @@ struct Session::Shared {
   SessionOptions options;
   std::optional<session::ModelSetup> setup;
   std::optional<GenerationConfig> rules;
-  std::optional<Tokenizer> tokenizer;                          // on rank 0
+  std::optional<Tokenizer> tokenizer;  // on rank 0
   /// Of grammars, made for the first one.
   mutable std::shared_ptr<const TokenGrammar::Vocabulary> vocabulary;
-  std::optional<ChatTemplate> chat_template;                   // on rank 0
-  session::PromptForm form;                                    // on rank 0
+  std::optional<ChatTemplate> chat_template;  // on rank 0
+  session::PromptForm form;                   // on rank 0
   std::int64_t limit = 0;
   std::function<std::unique_ptr<Generator>()> make_generator;
 };

@@ -151,8 +151,8 @@ int add(PrefixOptions& options, const Communicator& comm) {
       }
       say("kvzap: error: {}: {}\n", files::shown_message(options.files[i]),
           !error.empty() ? files::shown_message(error)
-                         : "its state was not stored: servers keep no states under this policy "
-                           "without --prefill sparse, or it could not be written");
+                         : "its state was not stored: it could not be written, or it is larger "
+                           "than --prefix-store-size or --kv-memory");
       status = 1;
     }
     std::vector<StoredPrefix> stored = states_in(options);

@@ -10,10 +10,10 @@ import unittest
 import harness
 import test_serve as serve
 from harness import KVZAP, MODEL, on_ranks, run_command
-from test_serve import CASE, CHAT, PLAIN, PRUNED, Answers, asking, cached_tokens_of, text_of
+from test_serve import CASE, CHAT, PLAIN, PRUNED, asking, cached_tokens_of, text_of
 
 DOCUMENT = CASE["n_context"] - 8  # tokens, but for what the template adds
-QUESTIONS = [CASE["question"], *Answers.QUESTIONS[1:]]
+QUESTIONS = [CASE["question"], *serve.Answers.QUESTIONS[1:]]
 
 
 class StoreTest(serve.ServerTest):

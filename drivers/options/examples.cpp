@@ -18,6 +18,11 @@ const std::vector<std::string>& examples_of(const std::string& command) {
        {"kvzap serve -m Qwen3-8B --port 8000",
         "kvzap serve -m Qwen3-8B --surrogate KVzap-mlp-Qwen3-8B --threshold -4 --kv-memory 8GiB "
         "--api-key-file keys.txt"}},
+      {"prefix",
+       {"kvzap prefix add --prefix-store states -m Qwen3-8B --surrogate KVzap-mlp-Qwen3-8B "
+        "--threshold -4 -f report.txt",
+        "kvzap prefix list --prefix-store states",
+        "kvzap prefix remove --prefix-store states --all"}},
       {"bench",
        {"kvzap bench -m Qwen3-8B -p 512,2048 -n 128",
         "kvzap bench -m Qwen3-8B -d 8192 --evict-ratio 0,0.75 -o csv"}},

@@ -55,21 +55,29 @@ std::vector<std::string> Engine::write_snapshot(const std::filesystem::path& fil
   return writing->notes();
 }
 
-Engine::Resumed Engine::resume(const SnapshotReader& reader) {
+Engine::Resumed Engine::resume(const SnapshotReader& reader, const LoadedPruning* own) {
+  auto pruning = m_parts->standard;
+  if (own) {
+    agree_on_memory(communicator(), [&] {
+      check(*own);
+      pruning = pruning_of(*own);
+    });
+  }
   auto loaded =
       load_snapshot(reader, m_parts->decoder.cache(), m_parts->model->partition(), communicator());
   Resumed resumed;
   resumed.sequence = loaded.sequence;
   try {
     agree_on_memory(communicator(), [&] {
-      m_parts->states[loaded.sequence] = read_state(reader, "", loaded.recent_queries);
+      m_parts->states[loaded.sequence] = read_state(reader, "", loaded.recent_queries, pruning);
       if (!loaded.context) return;
       std::unique_ptr<Checkpoint> context(new Checkpoint);
       const auto cache_state = std::make_shared<CacheState>(std::move(*loaded.context));
       context->m_state->cache_state = cache_state;
       // Without cuts during decoding, no newer queries are stored after the context, so both states
       // have the same ones.
-      context->m_state->state = read_state(reader, "context_", loaded.recent_queries).copy({});
+      context->m_state->state =
+          read_state(reader, "context_", loaded.recent_queries, pruning).copy({});
       m_parts->pins[loaded.sequence].push_back(cache_state);
       resumed.context = std::move(context);
     });
@@ -160,7 +168,8 @@ auto Engine::with_pages_away(const std::shared_ptr<const CacheState>& taken) con
 }
 
 SequenceState Engine::read_state(const SnapshotReader& reader, const std::string& prefix,
-                                 const std::vector<SnapshotQueries>& recent) {
+                                 const std::vector<SnapshotQueries>& recent,
+                                 const std::shared_ptr<const SequencePruning>& pruning) {
   const SnapshotInfo& info = reader.header().info;
   const auto refuse = [&](const std::string& what) {
     throw Error(fmt::format("snapshot {}: {}", reader.file().string(), what));
@@ -171,7 +180,7 @@ SequenceState Engine::read_state(const SnapshotReader& reader, const std::string
     if (value < 0) refuse(fmt::format("/state: {}{} is {}", prefix, name, value));
     return value;
   };
-  SequenceState state = new_state(m_parts->standard);
+  SequenceState state = new_state(pruning);
   state.steps = number("steps");
   state.removed_tokens = number("closed_up");
   state.non_finite = communicator().is_root() ? number("cut_non_finite") : 0;
@@ -182,7 +191,7 @@ SequenceState Engine::read_state(const SnapshotReader& reader, const std::string
   }
   state.context.assign(info.token_ids.begin(), info.token_ids.begin() + to_repeat);
   if (!state.recent || !state.recent->lasts()) return state;
-  const std::string& policy = m_parts->standard->policy->name;
+  const std::string& policy = pruning->policy->name;
   if (recent.empty()) {
     refuse(
         fmt::format("it has no newest queries, by which policy {} scores: it was written "

@@ -14,6 +14,8 @@ Executor::Executor(Engine& engine, Load load, TraitsOf traits, EngineSet::Make m
   if (!m_traits) m_traits = [this](const Pruning& pruning) { return traits_of(pruning); };
 }
 
+Executor::~Executor() = default;
+
 /// As the engine decides for a sequence (Engine::can_hold, check_more_context).
 Executor::Traits Executor::traits_of(const Pruning& pruning) const {
   Traits traits;
@@ -54,6 +56,46 @@ void Executor::create(const PlannedSequence& wanted) {
     }
   }
   m_sequences[wanted.handle] = {&engine, made};
+}
+
+/// Makes a sequence of a stored state.
+void Executor::read(const PlannedSequence& wanted, Outcome& outcome) {
+  try {
+    std::optional<SnapshotReader> reader;
+    std::optional<LoadedPruning> own;
+    this->engine().communicator().agree([&] {
+      reader.emplace(wanted.file);
+      if (wanted.pruning && *wanted.pruning != m_standard) own = load(*wanted.pruning);
+    });
+    Engine& engine =
+        m_engines.of(wanted.page_format.value_or(this->engine().options().page_format));
+    const SequenceId made = m_engines.within_limit(
+        engine, [&] { return engine.resume(*reader, own ? &*own : nullptr).sequence; });
+    m_sequences[wanted.handle] = {&engine, made};
+  } catch (const AgreedOutOfMemory&) {
+    outcome.not_made.push_back(wanted.handle);
+  } catch (const AgreedError& error) {
+    outcome.not_read[wanted.handle] = error.what();
+  }
+}
+
+/// Begins to write a sequence, or continues with one.
+void Executor::store(const Plan& plan, Outcome& outcome) {
+  try {
+    if (plan.stores) {
+      const Held& held = m_sequences.at(plan.stores->handle);
+      const std::shared_ptr<const SnapshotInfo> info = plan.stores->info;
+      m_writing = held.engine->begin_snapshot(plan.stores->file, info ? *info : SnapshotInfo(), {},
+                                              held.id);
+    } else if (m_writing && plan.advances && m_writing->advance()) {
+      outcome.has_stored = true;
+      outcome.store_notes = m_writing->notes();
+      m_writing.reset();
+    }
+  } catch (const AgreedError& error) {
+    outcome.store_failure = error.what();
+    m_writing.reset();
+  }
 }
 
 void Executor::free(int handle) {
@@ -156,6 +198,10 @@ Outcome Executor::operator()(const Plan& plan) {
   for (const int handle : plan.frees) free(handle);
   if (plan.trims) m_engines.trim();
   for (const PlannedSequence& wanted : plan.creates) {
+    if (!wanted.file.empty()) {
+      read(wanted, outcome);
+      continue;
+    }
     try {
       create(wanted);
     } catch (const AgreedOutOfMemory&) {
@@ -163,6 +209,8 @@ Outcome Executor::operator()(const Plan& plan) {
     }
   }
   if (!plan.spans.empty() && outcome.not_made.empty()) step(plan, outcome);
+  if (plan.stores || plan.advances) store(plan, outcome);
+  if (plan.ends) m_writing.reset();  // collective
   return outcome;
 }
 

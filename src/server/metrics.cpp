@@ -110,6 +110,13 @@ std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model
   to.counter({"kvzap_step_seconds_total"}, "Time in steps.", counts.step_seconds);
   to.counter({"kvzap_scheduler_seconds_total"}, "Time of the scheduler between steps.",
              counts.own_seconds);
+  to.gauge({"kvzap_stored_prefixes"}, "States in the folder of --prefix-store.",
+           counts.stored_prefixes);
+  to.gauge({"kvzap_stored_prefix_bytes"}, "Bytes of these states.", counts.stored_prefix_bytes);
+  to.counter({"kvzap_prefixes_stored_total"}, "Kept states written to files.",
+             counts.prefixes_stored);
+  to.counter({"kvzap_prefixes_restored_total"}, "Kept states read from files.",
+             counts.prefixes_restored);
   to.histogram({"kvzap_queue_seconds", "vllm:request_queue_time_seconds"},
                "Time from a request's arrival to its first step.", counts.queue_seconds);
   to.histogram({"kvzap_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"},

@@ -29,6 +29,13 @@ void list_fields(PlannedSequence& sequence, Visit& visit) {
   visit("pruning", sequence.pruning);
   visit("page_format", sequence.page_format);
   visit("tokens", sequence.tokens);
+  visit("file", sequence.file);
+}
+
+template <class Visit>
+void list_fields(PlannedFile& stored, Visit& visit) {
+  visit("handle", stored.handle);
+  visit("file", stored.file);
 }
 
 template <class Visit>
@@ -49,6 +56,8 @@ void list_fields(Plan& plan, Visit& visit) {
   visit("trims", plan.trims);
   visit("creates", plan.creates);
   visit("spans", plan.spans);
+  visit("stores", plan.stores);
+  visit("advances", plan.advances);
   visit("sleeps", plan.sleeps);
   visit("ends", plan.ends);
 }

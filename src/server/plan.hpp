@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <kvzap/server/executor.hpp>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -34,6 +35,15 @@ struct PlannedSequence {
   std::optional<Pruning> pruning;
   std::optional<PageFormat> page_format;
   std::int64_t tokens = -1;  // of a fork: the source's first tokens; -1: all
+  std::string file = {};     // of a stored state, which the sequence continues; empty: none
+};
+
+/// A sequence to write to a file.
+struct PlannedFile {
+  int handle = -1;
+  std::string file;
+  /// Of rank 0, which alone needs it: it is not sent.
+  std::shared_ptr<const SnapshotInfo> info;
 };
 
 /// One message. Rank 0 chooses the handles of sequences. The executor acts in the order of members.
@@ -44,6 +54,10 @@ struct Plan {
   bool trims = false;
   std::vector<PlannedSequence> creates;
   std::vector<PlannedSpan> spans;
+  /// Begin to write a sequence, which stays as it is meanwhile. No other one is being written.
+  std::optional<PlannedFile> stores;
+  /// Continue with the file that is being written.
+  bool advances = false;
   /// There is no work now: ranks sleep until the next plan.
   bool sleeps = false;
   /// This is the last plan.
@@ -75,6 +89,14 @@ struct Outcome {
   /// Handles of `keep_as` and `spare_as` without a sequence, because the fork failed.
   std::vector<int> not_kept;
   std::vector<CacheReport> reports;
+  /// Sequences that could not be read from their files, and why.
+  std::map<int, std::string> not_read;
+  /// The file that was being written is complete.
+  bool has_stored = false;
+  /// Why it was not written.
+  std::string store_failure;
+  /// Sentences about files that killed processes left behind.
+  std::vector<std::string> store_notes;
 };
 
 }  // namespace kvzap::server

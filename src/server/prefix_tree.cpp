@@ -115,15 +115,26 @@ void PrefixTree::update(Node* node) {
   }
 }
 
-bool PrefixTree::contains(const PrefixKey& key) const {
-  const Node* node = m_root.get();
+/// The node of a key, or null.
+PrefixTree::Node* PrefixTree::find(const PrefixKey& key) const {
+  Node* node = m_root.get();
   for (std::size_t length = 0; length < key.size(); length += node->label.size()) {
     const auto child = node->children.find(key[length]);
-    if (child == node->children.end()) return false;
+    if (child == node->children.end()) return nullptr;
     node = child->second.get();
-    if (common(node->label, key, length) < node->label.size()) return false;
+    if (common(node->label, key, length) < node->label.size()) return nullptr;
   }
-  return node->state >= 0;
+  return node;
+}
+
+bool PrefixTree::contains(const PrefixKey& key) const {
+  const Node* const node = find(key);
+  return node && node->state >= 0;
+}
+
+int PrefixTree::erase(const PrefixKey& key) {
+  Node* const node = find(key);
+  return node && node->state >= 0 ? take(node) : -1;
 }
 
 int PrefixTree::insert(const PrefixKey& key, int state, std::optional<std::int64_t> whole_from,
@@ -174,14 +185,18 @@ int PrefixTree::evict() {
     if (node->state < 0 || (!node->children.empty() && !node->is_spare)) continue;
     if (!oldest || node->used < oldest->used) oldest = node;
   }
-  if (!oldest) return -1;
-  const int state = oldest->state;
-  oldest->state = -1;
-  oldest->is_spare = false;
+  return oldest ? take(oldest) : -1;
+}
+
+/// Removes the state of a node, and the nodes that are of no use any more.
+int PrefixTree::take(Node* from) {
+  const int state = from->state;
+  from->state = -1;
+  from->is_spare = false;
   --m_size;
   // Remove nodes without a state that are leaves or have a single child.
-  Node* changed = oldest;
-  for (Node* node = oldest; node != m_root.get() && node->state < 0;) {
+  Node* changed = from;
+  for (Node* node = from; node != m_root.get() && node->state < 0;) {
     Node* const parent = node->parent;
     const std::int32_t first = node->label.front();
     changed = parent;

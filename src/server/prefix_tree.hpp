@@ -47,6 +47,8 @@ class PrefixTree {
   /// Removes the least recently used state that is spare or that no longer key with a state
   /// continues. Returns it, or -1 if the tree is empty.
   int evict();
+  /// Removes the state of exactly this key. Returns it, or -1 if there is none.
+  int erase(const PrefixKey& key);
   /// Removes all states. Returns them in the order of `evict`.
   std::vector<int> clear();
 
@@ -55,7 +57,9 @@ class PrefixTree {
  private:
   struct Node;
 
+  Node* find(const PrefixKey& key) const;
   void note_used(Node* state);
+  int take(Node* from);
   static void update(Node* node);
 
   std::unique_ptr<Node> m_root;

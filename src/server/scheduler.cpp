@@ -197,8 +197,9 @@ void Scheduler::Impl::run() {
       const std::lock_guard<std::mutex> lock(m_mutex);
       if (m_is_draining && m_submitted.empty()) break;
     }
-    wait_for_work();
+    if (!store_when_idle()) wait_for_work();
   }
+  finish_storing();
   take_submitted();
   const auto end = [&](Sequence& sequence) {
     fail(*sequence.job, "the server is shutting down", true);
@@ -241,6 +242,7 @@ void Scheduler::Impl::prepare(Job& job) const {
   const auto contexts = std::count_if(prompt.begin(), prompt.end(), [](const Segment& segment) {
     return segment.kind == Segment::Kind::context;
   });
+  job.has_one_context = contexts == 1 && prompt.front().kind == Segment::Kind::context;
   if (!job.traits.repeats || contexts < 2) return;
   throw Error(
       fmt::format("the policy has the model repeat the context as a whole, but the prompt has {} "
@@ -348,6 +350,7 @@ bool Scheduler::Impl::step() {
     // The step may take minutes.
     note_counts();
     if (!plan.creates.empty()) note_phases();
+    plan_files(plan);
     const Outcome outcome = carry_out(plan);
     take_results(plan, outcome, in_step);
     end_answers();
@@ -383,6 +386,7 @@ Outcome Scheduler::Impl::carry_out(Plan& plan) {
   const auto start = base::Clock::now();
   Outcome outcome = m_executor(plan);
   m_is_asleep = plan.sleeps;
+  take_stored(plan, outcome);
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.step_seconds += base::seconds_since(start);
   if (!plan.spans.empty()) ++m_counts.steps;
@@ -390,6 +394,7 @@ Outcome Scheduler::Impl::carry_out(Plan& plan) {
 }
 
 void Scheduler::Impl::forget_prefixes() {
+  m_to_store.clear();
   const std::vector<int> states = m_tree.clear();
   m_to_free.insert(m_to_free.end(), states.begin(), states.end());
   Plan plan;
@@ -405,6 +410,10 @@ void Scheduler::Impl::note_counts() {
   m_counts.waiting = static_cast<std::int64_t>(m_waiting.size() + m_submitted.size());
   m_counts.running = static_cast<std::int64_t>(m_running.size());
   m_counts.prefixes = m_tree.size();
+  if (m_options.store) {
+    m_counts.stored_prefixes = m_options.store->size();
+    m_counts.stored_prefix_bytes = m_options.store->bytes();
+  }
   m_counts.kv_allocated = static_cast<std::int64_t>(engines.allocated_bytes());
   m_counts.kv_free = static_cast<std::int64_t>(free);
   m_counts.kv_used = static_cast<std::int64_t>(used);

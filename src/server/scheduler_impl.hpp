@@ -5,19 +5,26 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <kvzap/server/prefix_store.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/stopwatch.hpp"
 #include "server/plan.hpp"
 #include "server/prefill_order.hpp"
 #include "server/prefix_tree.hpp"
 #include "server/sequence.hpp"
 
 namespace kvzap::server {
+
+// A beginning that prompts share within a context is cut from a kept state, and one is read from a
+// file, if this saves as many tokens. A context with fewer new tokens leaves no state for it.
+constexpr std::int64_t least_shared_tokens = 128;
 
 class Scheduler::Impl {
  public:
@@ -93,11 +100,20 @@ class Scheduler::Impl {
   void begin_other_choices(Sequence& first, const StepResult& result);
   void end_answers();
   static bool evicts(const Sequence& sequence, const PlannedSpan& span);
-  void keep(const PrefixKey& key, int handle, std::int64_t whole_from, bool is_spare = false);
+  bool keep(const PrefixKey& key, int handle, std::int64_t whole_from, bool is_spare = false);
   bool free_prefix();
   void limit_prefixes();
   bool make_room();
   void preempt(Sequence& sequence);
+
+  // Files of kept states.
+  void restore(const Sequence& sequence, const Plan& plan);
+  void note_to_store(const Sequence& sequence, int handle);
+  bool has_to_store() const;
+  void plan_files(Plan& plan);
+  void take_stored(const Plan& plan, const Outcome& outcome);
+  bool store_when_idle();
+  void finish_storing();
 
   int new_handle() { return m_next_handle++; }
 
@@ -116,6 +132,14 @@ class Scheduler::Impl {
   bool m_is_asleep = false;  // the other ranks
   bool m_is_full = false;    // a sequence was preempted, and none has ended since
   double m_last_look = -1;
+  /// A kept state that shall get a file.
+  struct ToStore {
+    int handle;
+    PrefixStore::Place place;
+  };
+  std::deque<ToStore> m_to_store;
+  std::optional<StoredPrefix> m_storing;  // that is being written
+  base::Clock::time_point m_store_from;   // after a failure: not before
 
   mutable std::mutex m_mutex;  // guards all below
   std::condition_variable m_work;

@@ -35,12 +35,13 @@ struct Job {
   std::shared_ptr<ClientShare> share;
   base::Clock::time_point start = base::Clock::now();
   std::int64_t prompt_tokens = 0;
-  PrefixKey key;               // of the whole prompt
-  std::int64_t key_begin = 0;  // its elements before those of the first segment
-  int open = 0;                // answers that have not ended
-  std::int64_t reported = 0;   // tokens of the prompt, with GenerationRequest::prompt_logprobs
-  bool has_run = false;        // one of its sequences
-  bool is_dead = false;        // cancelled or failed: its listener is not called again
+  PrefixKey key;                 // of the whole prompt
+  std::int64_t key_begin = 0;    // its elements before those of the first segment
+  bool has_one_context = false;  // its first segment is the only context
+  int open = 0;                  // answers that have not ended
+  std::int64_t reported = 0;     // tokens of the prompt, with GenerationRequest::prompt_logprobs
+  bool has_run = false;          // one of its sequences
+  bool is_dead = false;          // cancelled or failed: its listener is not called again
 };
 
 /// One answer of a request, waiting or running.

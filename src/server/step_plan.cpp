@@ -12,9 +12,6 @@ constexpr std::int64_t headroom_tokens = 64;
 // Tokens between the states that sparse prefill keeps inside a context, for prompts that differ
 // from there on.
 constexpr std::int64_t kept_every_tokens = 4096;
-// A beginning that prompts share within a context is cut from a kept state if this saves as many
-// tokens. A context with fewer new tokens leaves no state for it.
-constexpr std::int64_t least_shared_tokens = 128;
 // Waiting sequences that a plan tries to begin: each is compared with kept states.
 constexpr std::size_t looked_at = 64;
 // Steps after which the oldest prompt without rows is first, and after which no other begins.
@@ -29,9 +26,11 @@ StepOutput output_of(const GenerationRequest& request) {
 
 }  // namespace
 
-/// Whether the states of a sequence are kept for others.
+/// Whether states of a sequence are kept for others, and it continues from kept states. A policy
+/// that cannot score again, after another context or an answer, leaves that of its only context.
 bool Scheduler::Impl::keeps_states(const Sequence& sequence) const {
-  return m_options.keeps_prefixes && sequence.job->traits.goes_on;
+  const Job& job = *sequence.job;
+  return m_options.keeps_prefixes && (job.traits.goes_on || job.has_one_context);
 }
 
 /// Whether a context leaves its unjudged state, to cut beginnings from.
@@ -104,7 +103,7 @@ bool Scheduler::Impl::waits_for_prefix(const Sequence& sequence) {
   const std::int64_t most = longest_start(whole);
   const std::int64_t there = std::max(best_start(*sequence.job).length, sequence.job->key_begin);
   return std::any_of(m_running.begin(), m_running.end(), [&](const auto& other) {
-    if (other->is_prompt_run() || other->job->is_dead) return false;
+    if (other->is_prompt_run() || other->job->is_dead || !keeps_states(*other)) return false;
     const PrefixKey& theirs = other->job->key;
     const auto differs = std::mismatch(whole.begin(), whole.end(), theirs.begin(), theirs.end());
     const std::int64_t common = std::min<std::int64_t>(most, differs.first - whole.begin());
@@ -140,7 +139,9 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
     if (!ahead.frees.empty()) carry_out(ahead);
   }
   const Job& job = *sequence.job;
-  PrefixTree::Found found = best_start(job);
+  restore(sequence, plan);
+  PrefixTree::Found found;
+  if (keeps_states(sequence)) found = best_start(job);
   while (found.state >= 0 && !sequence.skip(found.length)) {
     // One token has to run before a context is judged.
     found.is_cut = found.whole_from < found.length;
@@ -253,7 +254,8 @@ void Scheduler::Impl::plan_states(const Sequence& sequence, PlannedSpan& span, b
   if (!keeps_states(sequence)) return;
   const auto count = static_cast<std::int64_t>(span.tokens.size());
   const std::int64_t place = static_cast<std::int64_t>(sequence.offset) + count;
-  const bool is_due = span.part == StepPart::context && sequence.request().pruning->prunes() &&
+  const bool is_due = span.part == StepPart::context && sequence.job->traits.goes_on &&
+                      sequence.request().pruning->prunes() &&
                       place / kept_every_tokens > (place - count) / kept_every_tokens;
   if (!span.ends_context && !is_cut && !is_due) return;
   PrefixKey key = sequence.prompt_key_after(count);

@@ -165,7 +165,10 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     ++sequence.segment;
     sequence.offset = 0;
   }
-  if (span.keep_as >= 0) keep(sequence.key, span.keep_as, sequence.whole_from);
+  if (span.keep_as >= 0 && keep(sequence.key, span.keep_as, sequence.whole_from)) {
+    // Sparse prefill also keeps states within contexts, which the one at the end replaces.
+    if (span.ends_context || span.part == StepPart::held) note_to_store(sequence, span.keep_as);
+  }
   if (span.output == StepOutput::all_logits) {
     report_prompt(sequence, span, result);
     if (!sequence.is_prompt_run() || !sequence.answered().empty()) return;
@@ -297,14 +300,15 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   if (sequence.has_ended) sequence.reason = is_cut ? EndReason::cut : reason_of(*end);
 }
 
-/// Keeps a state, unless the tree has one for its key.
-void Scheduler::Impl::keep(const PrefixKey& key, int handle, std::int64_t whole_from,
+/// Keeps a state, unless the tree has one for its key. Returns whether it does.
+bool Scheduler::Impl::keep(const PrefixKey& key, int handle, std::int64_t whole_from,
                            bool is_spare) {
   if (m_tree.contains(key)) {
     m_to_free.push_back(handle);
-    return;
+    return false;
   }
   m_tree.insert(key, handle, whole_from, is_spare);
+  return true;
 }
 
 /// Reports the ends of answers. Keeps their states for the next turn of a conversation.
@@ -340,7 +344,7 @@ void Scheduler::Impl::end_answers() {
       m_counts.answer_seconds.add(base::seconds_since(sequence.job->start));
       if (--sequence.job->open == 0) ++m_counts.finished;
     }
-    if (keeps_states(sequence)) {
+    if (m_options.keeps_prefixes && sequence.job->traits.goes_on) {
       keep(sequence.key, sequence.handle, sequence.whole_from);
     } else {
       m_to_free.push_back(sequence.handle);
@@ -354,15 +358,18 @@ bool Scheduler::Impl::free_prefix() {
   const int state = m_tree.evict();
   if (state < 0) return false;
   m_to_free.push_back(state);
+  m_to_store.erase(std::remove_if(m_to_store.begin(), m_to_store.end(),
+                                  [&](const ToStore& one) { return one.handle == state; }),
+                   m_to_store.end());
   const std::lock_guard<std::mutex> lock(m_mutex);
   ++m_counts.prefixes_evicted;
   return true;
 }
 
 /// Frees kept states beyond max_prefix_bytes. Memory that they share with running sequences counts
-/// for these: freeing the states would not free it.
+/// for these: freeing the states would not free it. States that wait for their files stay.
 void Scheduler::Impl::limit_prefixes() {
-  if (m_options.max_prefix_bytes == 0) return;
+  if (m_options.max_prefix_bytes == 0 || has_to_store()) return;
   const Engine& engine = m_executor.engine();
   double running = 0;
   for (const auto& sequence : m_running) {

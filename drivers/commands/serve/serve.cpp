@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "commands/run/prompt.hpp"
+#include "commands/serve/store.hpp"
 #include "commands/support/model_loading.hpp"
 #include "commands/support/policy_setup.hpp"
 #include "commands/support/setup.hpp"
@@ -36,6 +37,7 @@
 #include "gguf/model_file.hpp"
 #include "http/http_server.hpp"
 #include "options/policy_options.hpp"
+#include "server/sequence.hpp"
 #include "session/prompt.hpp"
 
 namespace kvzap::driver {
@@ -129,11 +131,12 @@ bool has_all_origins(const ServeOptions& o) {
 class Serving {
  public:
   Serving(ServeOptions& options, const Communicator& comm, const std::string& version,
-          const std::string& revision)
+          const std::string& revision, const OwnRequests* own = nullptr)
       : m_options(options),
         m_comm(comm),
         m_version(version),
         m_revision(revision),
+        m_own(own),
         m_talks(comm.is_root()) {
     if (m_options.quiet) m_talks = false;
   }
@@ -143,6 +146,8 @@ class Serving {
   void check_options();
   void listen();
   void load_policy();
+  void open_store();
+  int answer_own(Scheduler& scheduler, const Executor& executor);
   std::unique_ptr<Engine> make_engine(Progress& bar);
   double share() const;
   std::size_t kv_limit() const;
@@ -152,6 +157,7 @@ class Serving {
   ServeOptions& m_options;
   const Communicator& m_comm;
   std::string m_version, m_revision;
+  const OwnRequests* m_own;
   bool m_talks;
   std::optional<StopWatch> m_watch;
   std::optional<ModelSetup> m_setup;
@@ -161,6 +167,8 @@ class Serving {
   Texts m_texts;
   server::ServedModel m_model;
   std::unique_ptr<HttpServer> m_http;  // on rank 0
+  std::unique_ptr<server::PrefixStore> m_store;
+  std::vector<server::GenerationRequest> m_own_requests;
 };
 
 void Serving::check_options() {
@@ -289,6 +297,14 @@ void Serving::load_policy() {
   m_texts = load_policy_texts(m_options, m_cache.policy.get(), *m_setup, tokenizer, m_comm);
 }
 
+void Serving::open_store() {
+  if (m_options.prefix_store.empty()) return;
+  m_comm.agree_on_root([&] {
+    m_store = open_prefix_store(m_options, *m_setup, m_cache.pruning, m_model);
+    if (m_own) m_own_requests = m_own->make(m_model);
+  });
+}
+
 /// This rank's share of memory that an option gives to all ranks: that of its heads, with more
 /// ranks than heads an even one.
 double Serving::share() const {
@@ -385,7 +401,9 @@ int Serving::run(Engine& engine) {
     return policies.page_format_of(wish);
   };
   m_options.scheduling.max_prefix_bytes = prefix_limit(engine);
+  m_options.scheduling.store = m_store.get();
   Scheduler scheduler(executor, m_options.scheduling);
+  if (m_own) return answer_own(scheduler, executor);
   m_http->open(m_model, scheduler,
                m_cache.kv_limit > 0 ? std::optional<std::int64_t>(m_cache.kv_limit) : std::nullopt);
   const bool is_bare = m_options.host.find(':') == std::string::npos || m_options.host[0] == '[';
@@ -424,12 +442,51 @@ int Serving::run(Engine& engine) {
   return m_watch->has_cut() ? by_signal + m_watch->signal() : 0;
 }
 
+/// Runs the requests of another command. For rank 0.
+int Serving::answer_own(Scheduler& scheduler, const Executor& executor) {
+  struct Ended final : server::Listener {
+    std::string error;
+    bool on_token(int, TokenId, const server::TokenLogprobs*) override { return true; }
+    void on_end(int, const server::Ending&) override {}
+    void on_error(const std::string& what, bool) override { error = what; }
+  };
+  const std::string kind =
+      m_store->kind_of(executor.standard(), executor.engine().options().page_format);
+  std::vector<std::shared_ptr<Ended>> ended;
+  std::vector<server::PrefixKey> keys;
+  for (server::GenerationRequest& request : m_own_requests) {
+    ended.push_back(std::make_shared<Ended>());
+    keys.emplace_back();
+    for (const auto& segment : request.prompt) server::append_segment(keys.back(), segment);
+    try {
+      scheduler.submit(std::move(request), ended.back());
+    } catch (const Error& error) {
+      ended.back()->error = error.what();
+    }
+  }
+  const auto stop = [&] { scheduler.stop(); };
+  m_watch->begin(stop, stop, 0);
+  scheduler.drain();
+  scheduler.run();
+  m_watch->end();
+  std::vector<OwnRequests::Result> results;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const auto found = m_store->find(kind, keys[i], static_cast<std::int64_t>(keys[i].size()));
+    const bool is_stored = found && found->state.key == keys[i];
+    results.push_back({ended[i]->error, is_stored ? found->state.id : ""});
+  }
+  const int status = m_own->finish(results);
+  constexpr int by_signal = 128;
+  return m_watch->signal() != 0 ? by_signal + m_watch->signal() : status;
+}
+
 int Serving::operator()() {
   m_watch.emplace(m_comm.is_root());
   check_options();
   use_threads(m_options.threads, m_comm, m_talks);
-  listen();
+  if (!m_own) listen();
   load_policy();
+  open_store();
   const int ranks_on_node = m_comm.ranks_on_node();
   m_comm.agree([&] {
     const MemoryPlan plan =
@@ -546,6 +603,7 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
       ->type_name("SIZE")
       ->group(server);
   declare_responses(app, o, server);
+  declare_prefix_store(app, o, server);
   app.add_option("--max-batch-tokens", o.scheduling.max_batch_tokens,
                  "maximum tokens of a step: generated tokens and prompt chunks")
       ->capture_default_str()
@@ -604,6 +662,7 @@ void check_options(const ServeOptions& o) {
   if (!o.kv_memory.empty()) parse_bytes(o.kv_memory, "--kv-memory");
   prefix_bytes(o);
   response_bytes(o);
+  check_prefix_store(o);
   for (const std::string& name : o.allowed_hosts) {
     require(!server_name(name).empty() && name.find('*') == std::string::npos,
             fmt::format("--allowed-hosts has {}; expected names or addresses without patterns, as "
@@ -621,6 +680,10 @@ void check_options(const ServeOptions& o) {
 int serve(ServeOptions& options, const Communicator& comm, const std::string& version,
           const std::string& revision) {
   return Serving(options, comm, version, revision)();
+}
+
+int answer_own(ServeOptions& options, const OwnRequests& requests, const Communicator& comm) {
+  return Serving(options, comm, {}, {}, &requests)();
 }
 
 }  // namespace kvzap::driver

@@ -3,7 +3,10 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <functional>
 #include <kvzap/core/communicator.hpp>
+#include <kvzap/server/prefix_store.hpp>
+#include <kvzap/server/protocol.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <optional>
 #include <string>
@@ -31,6 +34,9 @@ struct ServeOptions : EngineOptions {
   bool log_prompts = false;
   std::string log_format = "text";
   std::vector<std::string> allowed_origins;
+  std::string prefix_store;  // folder; empty: none
+  std::string prefix_store_size = "20GB";
+  std::int64_t least_stored_tokens = 256;  // see PrefixStore::Options
 };
 
 void declare_serve(CLI::App& app, ServeOptions& options);
@@ -45,5 +51,23 @@ void check_options(const ServeOptions& options);
 /// `revision`: of kvzap, for the metrics.
 int serve(ServeOptions& options, const Communicator& comm, const std::string& version,
           const std::string& revision);
+
+/// Requests in place of those of clients. Rank 0 calls the functions.
+struct OwnRequests {
+  /// Makes the requests. Throws Error.
+  std::function<std::vector<server::GenerationRequest>(const server::ServedModel&)> make;
+  /// The result of a request: its error, and the id of the stored state of its prompt, if any.
+  struct Result {
+    std::string error, id;
+  };
+  /// Is called once all are answered. Returns the exit status.
+  std::function<int(const std::vector<Result>&)> finish;
+};
+/// Runs a server with --prefix-store, but without HTTP, until the requests are answered and their
+/// states stored. Collective. Returns the exit status. Throws as `serve` does.
+int answer_own(ServeOptions& options, const OwnRequests& requests, const Communicator& comm);
+
+/// Declares --prefix-store and --prefix-store-size.
+void declare_prefix_store(CLI::App& app, ServeOptions& options, const std::string& group);
 
 }  // namespace kvzap::driver

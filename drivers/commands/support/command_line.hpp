@@ -17,6 +17,7 @@
 #include "commands/lab/make_tasks.hpp"
 #include "commands/lab/train.hpp"
 #include "commands/run/chat.hpp"
+#include "commands/serve/prefix.hpp"
 #include "commands/serve/serve.hpp"
 #include "commands/support/command_table.hpp"
 #include "files/c_locale.hpp"
@@ -55,6 +56,7 @@ struct CommandLine {
   RunOptions run_options;
   RunOptions chat_options;
   ServeOptions serve_options;
+  PrefixOptions prefix_options;
   BenchOptions bench_options;
   CollectOptions collect_options;
   TrainOptions train_options;

@@ -50,6 +50,14 @@ void check_serve(ServeOptions options) {
   as_usage([&] { check_options(options); });
 }
 
+void check_prefix(PrefixOptions options, const CLI::App& app) {
+  if (options.action == "add") {
+    as_usage([&] { resolve_pruning(options); });
+    take_recommended(options);
+  }
+  as_usage([&] { check_options(options, app); });
+}
+
 void check_train(const CommandLine& line) {
   check_options(line.train_options);
   // The options of one kind of surrogate must not be given for the other.
@@ -127,6 +135,10 @@ const Command table[] = {
        return serve(line.serve_options, comm, version, revision);
      },
      nullptr},
+    {"prefix", "list, add or remove the stored states of documents that a server finds again",
+     declare_options<&Line::prefix_options>,
+     [](const Line& line) { check_prefix(line.prefix_options, line.given()); },
+     [](Line& line, const Comm& comm) { return prefix(line.prefix_options, comm); }, nullptr},
     {"bench", "measure prefill and decode at given context lengths and evict ratios",
      declare_options<&Line::bench_options>,
      [](const Line& line) { as_usage([&] { tests_of(line.bench_options); }); },

@@ -268,11 +268,13 @@ class Engine {
     std::unique_ptr<Checkpoint> context;
   };
   /// Returns a new sequence that continues the sequence of a snapshot: its cache, counts and policy
-  /// state. The engine must have the options with which the file was written. The type of values,
-  /// pages, ranks and memory limits may differ. Collective; every rank needs its own reader of the
-  /// same file. Throws on every rank the errors of load_snapshot, and AgreedError if the file lacks
-  /// state that the policy needs (another policy wrote it). There is then no new sequence.
-  Resumed resume(const SnapshotReader& reader);
+  /// state. The engine must have the options with which the file was written, and the sequence gets
+  /// the pruning with which it was written: `pruning`, or the engine's own if that is null. The
+  /// type of values, pages, ranks and memory limits may differ. Collective; every rank needs its
+  /// own reader of the same file. Throws on every rank the errors of load_snapshot and of
+  /// set_pruning, and AgreedError if the file lacks state that the policy needs (another policy
+  /// wrote it). There is then no new sequence.
+  Resumed resume(const SnapshotReader& reader, const LoadedPruning* pruning = nullptr);
   /// Throws Error if `count` more tokens of context cannot follow a context that has ended. As in
   /// sparse prefill, the policy must be able to score again after each chunk, and must not renumber
   /// positions.
@@ -383,7 +385,8 @@ class Engine {
       const std::shared_ptr<const CacheState>& taken) const;
   // Reads the fields that `describe` wrote with this prefix.
   engine::SequenceState read_state(const SnapshotReader& reader, const std::string& prefix,
-                                   const std::vector<SnapshotQueries>& recent);
+                                   const std::vector<SnapshotQueries>& recent,
+                                   const std::shared_ptr<const engine::SequencePruning>& pruning);
 
   CacheOptions m_options;
   Communicator m_comm;

@@ -6,6 +6,7 @@
 #include <kvzap/engine/engine.hpp>
 #include <kvzap/server/engine_set.hpp>
 #include <map>
+#include <memory>
 #include <vector>
 
 namespace kvzap::server {
@@ -22,7 +23,7 @@ class Executor {
   /// Abilities of a sequence that depend on its pruning.
   struct Traits {
     bool holds = true;     // a context may run in several steps (Engine::can_hold)
-    bool goes_on = true;   // more context may follow, and other sequences may be forked from it
+    bool goes_on = true;   // more context may follow a state that other sequences are forked from
     bool repeats = false;  // the model repeats the context, so that there can be only one
   };
   using TraitsOf = std::function<Traits(const Pruning&)>;
@@ -34,6 +35,9 @@ class Executor {
   /// without it there are none. The engine must outlive the executor.
   explicit Executor(Engine& engine, Load load = {}, TraitsOf traits = {},
                     EngineSet::Make make = {});
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
 
   /// Carries out one plan. The Scheduler and `follow` call it. Collective. Throws an error that
   /// leaves the ranks in different states.
@@ -64,6 +68,8 @@ class Executor {
   Traits traits_of(const Pruning& pruning) const;
   LoadedPruning load(const Pruning& pruning) const;
   void create(const PlannedSequence& wanted);
+  void read(const PlannedSequence& wanted, Outcome& outcome);
+  void store(const Plan& plan, Outcome& outcome);
   std::vector<CacheReport> report(const std::vector<int>& handles) const;
   void free(int handle);
   bool fork(int handle, int source, Outcome& outcome);
@@ -77,6 +83,7 @@ class Executor {
   TraitsOf m_traits;
   std::map<int, Held> m_sequences;  // by handle
   StepBatch m_batch;
+  std::unique_ptr<SnapshotWriting> m_writing;  // a file of a sequence
 };
 
 }  // namespace kvzap::server

@@ -12,6 +12,8 @@
 
 namespace kvzap::server {
 
+class PrefixStore;
+
 /// Thrown if the queue is full, or the server is stopping.
 class QueueFull : public Error {
  public:
@@ -34,6 +36,8 @@ struct SchedulerOptions {
   bool keeps_prefixes = true;
   /// Bytes of rank 0 that kept states may take beside running sequences. 0: all free memory.
   std::size_t max_prefix_bytes = 0;
+  /// Files of kept states, which outlive the server; null: none. It must outlive the scheduler.
+  PrefixStore* store = nullptr;
 };
 
 /// Totals since the start, and the current state.
@@ -55,7 +59,9 @@ struct SchedulerCounts {
   Histogram queue_seconds;                     // of requests, from `submit` to the first step
   Histogram first_token_seconds;               // of answers, from `submit` on
   Histogram between_tokens_seconds;
-  Histogram answer_seconds;  // from `submit` to the end of an answer
+  Histogram answer_seconds;                                 // from `submit` to the end of an answer
+  std::int64_t prefixes_stored = 0, prefixes_restored = 0;  // written to files, read from them
+  std::int64_t stored_prefixes = 0, stored_prefix_bytes = 0;  // files that exist now
 };
 
 /// The current state of a sequence.

@@ -99,6 +99,17 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
         {"mlp", "x.h5", "-o", "x", "--ridge", "5"}}},
       {{"calibrate"}, {{}, {"--surrogate", surrogate_folder}}},
       {{"eval"}, {{}, {"-m", model_folder}, {"-m", model_folder, "--tasks", tasks}}},
+      {{"prefix"},
+       {{},
+        {"list"},
+        {"show", "--prefix-store", "x"},
+        {"remove", "--prefix-store", "x"},
+        {"remove", "--prefix-store", "x", "12"},
+        {"list", "--prefix-store", "x", "-m", model_folder},
+        {"add", "--prefix-store", "x", "-m", model_folder},
+        {"add", "--prefix-store", "x", "-f", "x"},
+        {"add", "--prefix-store", "x", "--prefix-store-size", "much", "-f", "x", "-m",
+         model_folder}}},
       {{"make-tasks"}, {{}, {"ruler"}, {"recall", "-m", model_folder}, {"square"}}},
       {{"leaderboard"}, {{}, {"x", "-o", "page.doc"}, {"x", "-o", "-", "--json", "-"}}},
       {{"convert"}, {{}, {"-m", model_folder}, {"-m", model_folder, "-o", "x"}}},
@@ -398,16 +409,17 @@ TEST(WrongLines, SuggestNoCallBesideAnotherFault) {
 }
 
 TEST(WrongLines, NameWhatIsMeant) {
-  expect_errors({}, {{{"xyzzy"},
-                      {"unknown command 'xyzzy'",
-                       "expected run, chat, serve, bench, collect, train, calibrate, eval, "
-                       "make-tasks, leaderboard, convert, quantize, inspect, diff, policies or "
-                       "models"}},
-                     {{"ps"}, {"kvzap serve runs one model in the foreground"}},
-                     {{"list"}, {"no store of models", "kvzap models"}},
-                     {{"--hlep"}, {"did you mean --help?"}},
-                     {{"run", "-m", model_folder}, {"no prompt", "-p", "-f"}},
-                     {{"bench"}, {"no model", "-m"}}});
+  expect_errors({},
+                {{{"xyzzy"},
+                  {"unknown command 'xyzzy'",
+                   "expected run, chat, serve, prefix, bench, collect, train, calibrate, "
+                   "eval, make-tasks, leaderboard, convert, quantize, inspect, diff, policies or "
+                   "models"}},
+                 {{"ps"}, {"kvzap serve runs one model in the foreground"}},
+                 {{"list"}, {"no store of models", "kvzap models"}},
+                 {{"--hlep"}, {"did you mean --help?"}},
+                 {{"run", "-m", model_folder}, {"no prompt", "-p", "-f"}},
+                 {{"bench"}, {"no model", "-m"}}});
   const Outcome bare = read(Texts{});
   EXPECT_EQ(bare.status, 2);
   EXPECT_EQ(bare.out, read({"--help"}).out);

@@ -56,7 +56,13 @@ TEST(PrefixTree, RandomOperationsAgreeWithAList) {
         return longer.size() >= shorter.size() &&
                std::equal(shorter.begin(), shorter.end(), longer.begin());
       };
-      switch (random() % 4) {
+      switch (random() % 5) {
+        case 4: {
+          const auto there = all.find(key);
+          EXPECT_EQ(tree.erase(key), there == all.end() ? -1 : there->second);
+          if (there != all.end()) all.erase(there);
+          break;
+        }
         case 0: {
           const auto before = all.find(key);
           whole[next] = static_cast<std::int64_t>(random() % (key.size() + 1));

@@ -74,7 +74,7 @@ endfunction()
 # at -O1, in two thirds of the time of -O3. Hot ones in the same rooms encode, decode or compute with
 # weights. Hosts run the kernels of devices in tests and benchmarks alone.
 set(kvzap_cold gguf/ grammar/ jinja/ model/ io/ session/ train/ eval/ server/)
-set(kvzap_hot gguf/block_ model/convert_model model/encoding_store model/gguf_ model/quantise model/random_store
+set(kvzap_hot gguf/block_ grammar/recogniser grammar/token_ model/convert_model model/encoding_store model/gguf_ model/quantise model/random_store
   model/read_ model/weight train/collect\\. train/host_loops train/layer_pairs train/mlp_ train/normal_equations
   train/pair_rows train/query_moments train/ridge)
 if(NOT KVZAP_KOKKOS_BACKENDS MATCHES "CUDA|HIP|SYCL" AND NOT KVZAP_ENABLE_PERF)

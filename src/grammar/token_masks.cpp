@@ -1,7 +1,8 @@
 #include "grammar/token_masks.hpp"
 
 #include <algorithm>
-#include <array>
+#include <bitset>
+#include <numeric>
 #include <utility>
 
 namespace kvzap::grammar {
@@ -11,8 +12,14 @@ namespace {
 constexpr std::size_t most_bytes = std::size_t{64} << 20;
 // Some 0.5 s of a core.
 constexpr std::size_t most_visits = 50'000'000;
-constexpr std::uint16_t never = 0xFFFF;
+constexpr std::int64_t most_counted = 0xFFFF;
+// Most tokens need fewer copies of what repeats, such as characters.
+constexpr std::size_t small_counts = 16;
 constexpr std::size_t word_bits = 64;
+
+void add_bits(const std::vector<std::uint64_t>& added, std::vector<std::uint64_t>& bits) {
+  for (std::size_t i = 0; i < added.size(); ++i) bits[i] |= added[i];
+}
 
 void set_bit(std::vector<std::uint64_t>& bits, TokenId token) {
   const auto index = static_cast<std::size_t>(token);
@@ -20,9 +27,10 @@ void set_bit(std::vector<std::uint64_t>& bits, TokenId token) {
 }
 
 /// Walks the texts below `root`, and calls visit(node) for each that the recogniser can read.
+/// Throws Error beyond `most` visits of the recogniser.
 template <class F>
-void walk(Recogniser& recogniser, const TokenTrie& trie, TokenTrie::NodeId root, F visit) {
-  const std::size_t most = recogniser.work() + most_visits;
+void walk(Recogniser& recogniser, const TokenTrie& trie, TokenTrie::NodeId root, std::size_t most,
+          F visit) {
   std::vector<TokenTrie::NodeId> path;
   const auto go_up = [&](TokenTrie::NodeId node) {
     for (; !path.empty() && node >= trie.end(path.back()); path.pop_back()) recogniser.go_back(1);
@@ -48,32 +56,55 @@ void walk(Recogniser& recogniser, const TokenTrie& trie, TokenTrie::NodeId root,
 
 std::size_t NodeMask::bytes() const {
   return sizeof(*this) + tokens.size() * sizeof(TokenId) + bits.size() * sizeof(std::uint64_t) +
-         counts.size() * sizeof(std::uint16_t) + exits.size() * sizeof(Exit);
+         counts.size() * sizeof(std::uint16_t) + exits.size() * sizeof(Exit) +
+         bits_by_count.size() * (bits_by_count.empty() ? 0 : bits_by_count.front().size()) *
+             sizeof(std::uint64_t);
 }
 
 std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeIndex node) const {
   auto mask = std::make_shared<NodeMask>();
   const bool is_repeat =
       m_automaton.rules[static_cast<std::size_t>(m_automaton.nodes[node].rule)].is_repeat;
+  const std::size_t words = (m_trie.vocabulary() + word_bits - 1) / word_bits;
+  if (is_repeat) {
+    mask->bits_by_count.assign(small_counts, std::vector<std::uint64_t>(words, 0));
+  }
   Recogniser recogniser(m_automaton, node, is_repeat);
-  walk(recogniser, m_trie, 0, [&](TokenTrie::NodeId text) {
+  const auto add_counted = [&](TokenId token, std::int64_t count) {
+    if (count < static_cast<std::int64_t>(small_counts)) {
+      set_bit(mask->bits_by_count[static_cast<std::size_t>(count)], token);
+    } else if (count <= most_counted) {
+      mask->tokens.push_back(token);
+      mask->counts.push_back(static_cast<std::uint16_t>(count));
+    }
+  };
+  walk(recogniser, m_trie, 0, most_visits, [&](TokenTrie::NodeId text) {
     const TokenId* const first = m_trie.tokens_begin(text);
     const TokenId* const last = m_trie.tokens_end(text);
-    if (first != last) {
+    if (first != last && is_repeat) {
+      const std::int64_t count = recogniser.least_count();
+      std::for_each(first, last, [&](TokenId token) { add_counted(token, count); });
+    } else {
       mask->tokens.insert(mask->tokens.end(), first, last);
-      if (is_repeat) {
-        const std::int64_t count = std::min<std::int64_t>(recogniser.least_count(), never);
-        mask->counts.insert(mask->counts.end(), static_cast<std::size_t>(last - first),
-                            static_cast<std::uint16_t>(count));
-      }
     }
     if (recogniser.exits().empty() || m_trie.end(text) == text + 1) return;
     std::vector<std::int64_t> counts = recogniser.exits();
     std::sort(counts.begin(), counts.end());
     counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
-    for (const std::int64_t count : counts) mask->exits.push_back({text, count});
+    for (auto child = text + 1; child < m_trie.end(text); child = m_trie.end(child)) {
+      for (const std::int64_t count : counts) {
+        mask->exits.push_back({child, static_cast<std::uint32_t>(count)});
+      }
+    }
   });
-  const std::size_t words = (m_trie.vocabulary() + word_bits - 1) / word_bits;
+  std::stable_sort(mask->exits.begin(), mask->exits.end(), [&](const auto& a, const auto& b) {
+    return m_trie.byte(a.text) < m_trie.byte(b.text);
+  });
+  for (const NodeMask::Exit& exit : mask->exits) ++mask->first_exit[m_trie.byte(exit.text) + 1U];
+  std::partial_sum(mask->first_exit.begin(), mask->first_exit.end(), mask->first_exit.begin());
+  for (std::size_t i = 1; i < mask->bits_by_count.size(); ++i) {
+    add_bits(mask->bits_by_count[i - 1], mask->bits_by_count[i]);
+  }
   if (!is_repeat && mask->tokens.size() > 2 * words) {
     mask->bits.assign(words, 0);
     for (const TokenId token : mask->tokens) set_bit(mask->bits, token);
@@ -115,34 +146,38 @@ void TokenMasks::allow_item(Recogniser& recogniser, const Item& item,
     const bool is_free = m_automaton.rules[static_cast<std::size_t>(info.body)].is_nullable;
     least = is_free ? 0 : info.least - item.count;
     if (info.most != unlimited) most = info.most - item.count;
+    const auto place = std::min<std::int64_t>(most, small_counts - 1);
+    add_bits(mask->bits_by_count[static_cast<std::size_t>(place)], bits);
     for (std::size_t i = 0; i < mask->tokens.size(); ++i) {
-      if (mask->counts[i] <= most && mask->counts[i] != never) set_bit(bits, mask->tokens[i]);
+      if (mask->counts[i] <= most) set_bit(bits, mask->tokens[i]);
     }
   } else {
     for (const TokenId token : mask->tokens) set_bit(bits, token);
-    for (std::size_t i = 0; i < mask->bits.size(); ++i) bits[i] |= mask->bits[i];
+    add_bits(mask->bits, bits);
   }
   if (mask->exits.empty() || !recogniser.leave(item)) return;
-  // Most exits lead nowhere: their tokens continue with bytes that cannot follow.
-  std::array<bool, 256> follows{};
+  std::bitset<256> follows;
   for (const Item& next : recogniser) {
     for (const auto& edge : m_automaton.nodes[next.node].bytes) {
-      std::fill(follows.begin() + edge.first, follows.begin() + edge.last + 1, true);
+      for (std::size_t byte = edge.first; byte <= edge.last; ++byte) follows.set(byte);
     }
   }
-  for (const NodeMask::Exit& exit : mask->exits) {
-    if (info.is_repeat && (exit.count < least || exit.count > most)) continue;
-    for (auto child = exit.text + 1; child < m_trie.end(exit.text); child = m_trie.end(child)) {
-      if (!follows[m_trie.byte(child)]) continue;
-      recogniser.read_byte(m_trie.byte(child));
-      const auto allow_text = [&](TokenTrie::NodeId text) {
-        std::for_each(m_trie.tokens_begin(text), m_trie.tokens_end(text),
-                      [&](TokenId token) { set_bit(bits, token); });
-      };
-      allow_text(child);
-      walk(recogniser, m_trie, child, allow_text);
-      recogniser.go_back(1);
+  const std::size_t most_work = recogniser.work() + most_visits;
+  const auto allow_text = [&](TokenTrie::NodeId text) {
+    std::for_each(m_trie.tokens_begin(text), m_trie.tokens_end(text),
+                  [&](TokenId token) { set_bit(bits, token); });
+  };
+  for (std::size_t byte = 0; byte < follows.size(); ++byte) {
+    const std::uint32_t first = mask->first_exit[byte], last = mask->first_exit[byte + 1];
+    if (!follows[byte] || first == last) continue;
+    recogniser.read_byte(static_cast<unsigned char>(byte));
+    for (std::uint32_t i = first; i < last; ++i) {
+      const NodeMask::Exit& exit = mask->exits[i];
+      if (info.is_repeat && (exit.count < least || exit.count > most)) continue;
+      allow_text(exit.text);
+      walk(recogniser, m_trie, exit.text, most_work, allow_text);
     }
+    recogniser.go_back(1);
   }
   recogniser.go_back(1);
 }

@@ -3,6 +3,7 @@
 // each step. Dong et al., "XGrammar" (arXiv 2411.15100), section 3.1, has this division.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -18,17 +19,20 @@ namespace kvzap::grammar {
 
 /// What may follow a node whatever calls its rule.
 struct NodeMask {
-  /// A text with which the rule ends, and which is the beginning of tokens.
+  /// A text of the trie whose bytes but the last end the rule.
   struct Exit {
     TokenTrie::NodeId text;
-    std::int64_t count;  // of a repeat
+    std::uint32_t count;  // of a repeat
   };
   // Tokens within the rule: as a list if they are few, otherwise as bits.
   std::vector<TokenId> tokens;
   std::vector<std::uint64_t> bits;
-  /// Of a repeat: for each of `tokens`, or of the vocabulary, the least number of copies.
+  // Of a repeat: place i has bits for the tokens that need up to i copies; `tokens` are those that
+  // need more copies than there are places, with their numbers in `counts`.
+  std::vector<std::vector<std::uint64_t>> bits_by_count;
   std::vector<std::uint16_t> counts;
-  std::vector<Exit> exits;
+  std::vector<Exit> exits;  // by their last byte
+  std::array<std::uint32_t, 257> first_exit{};
 
   std::size_t bytes() const;
 };

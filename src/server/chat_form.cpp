@@ -6,11 +6,15 @@ namespace kvzap::server {
 
 BadRequest ChatForm::renamed(const BadRequest& error) const {
   for (const auto& [name, own] : names) {
-    const bool is_within = error.field.compare(0, name.size() + 1, name + ".") == 0;
-    if (error.field != name && !is_within) continue;
+    const auto begins = [&](const std::string& text) {
+      return text.compare(0, name.size(), name) == 0;
+    };
+    if (!begins(error.field)) continue;
+    const std::string rest = error.field.substr(name.size());
+    if (!rest.empty() && rest.front() != '.') continue;
     std::string what = error.what();
-    if (what.compare(0, name.size(), name) == 0) what.replace(0, name.size(), own);
-    return {own + error.field.substr(name.size()), what, error.code};
+    if (begins(what)) what.replace(0, name.size(), own);
+    return {own + rest, what, error.code};
   }
   return error;
 }

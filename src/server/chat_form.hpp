@@ -22,7 +22,8 @@ struct ResponseRequest {
 /// A body in the form of a chat.
 struct ChatForm {
   files::ParsedJson body;
-  /// Fields that the request calls otherwise: the chat's name, the request's name.
+  /// Fields that the request calls otherwise, and with them their members: the chat's name, the
+  /// request's name. Longer names come first.
   std::vector<std::pair<std::string, std::string>> names;
   std::shared_ptr<const ResponseRequest> response;
 

@@ -128,7 +128,9 @@ Json chat_tools(Json tools) {
     }
     check_tool_name(tool, where);
     Json function = {{"name", tool.at("name")}};
-    if (field_of(tool, "description")) function["description"] = take_field(tool, "description");
+    for (const char* const name : {"description", "strict"}) {
+      if (field_of(tool, name)) function[name] = take_field(tool, name);
+    }
     function["parameters"] = take_field(tool, "input_schema");
     if (!function["parameters"].is_object()) {
       refuse(where + ".input_schema", "an object", function["parameters"]);
@@ -190,7 +192,10 @@ ChatForm chat_of_messages(Json body) {
   set_output_format(take_field(body, "output_config"), take_field(body, "output_format"), body);
   body["stop"] = take_field(body, "stop_sequences");
   return {files::ParsedJson(std::move(body)),
-          {{"stop", "stop_sequences"}, {"response_format", "output_config.format"}},
+          {{"stop", "stop_sequences"},
+           {"response_format.json_schema", "output_config.format"},
+           {"response_format", "output_config.format"},
+           {"tool_choice.function", "tool_choice"}},
           nullptr};
 }
 

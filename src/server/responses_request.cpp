@@ -131,7 +131,7 @@ Json tools_in_chat(const Json& tools) {
     if (type != "function") refuse_as_unsupported(where + ".type " + files::described(Json(type)));
     check_tool_name(tools[i], where);
     Json function;
-    for (const char* const name : {"name", "description", "parameters"}) {
+    for (const char* const name : {"name", "description", "parameters", "strict"}) {
       if (const Json* const field = field_of(tools[i], name)) function[name] = *field;
     }
     list.push_back(function_json(std::move(function)));
@@ -228,7 +228,9 @@ ChatForm chat_of_response(Json body, const ServedModel& model) {
   return {files::ParsedJson(std::move(body)),
           {{"messages", "input"},
            {"max_tokens", "max_output_tokens"},
-           {"response_format", "text.format"}},
+           {"response_format.json_schema", "text.format"},
+           {"response_format", "text.format"},
+           {"tool_choice.function", "tool_choice"}},
           std::make_shared<const ResponseRequest>(std::move(response))};
 }
 

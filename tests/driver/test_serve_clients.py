@@ -196,8 +196,8 @@ class Anthropic(ToolsTest):
             self.client.messages.create(**{**self.ask, "max_tokens": 0})
         with self.assertRaisesRegex(anthropic.NotFoundError, "expected 'recall-4m'"):
             self.client.messages.create(**{**self.ask, "model": "other"})
-        with self.assertRaisesRegex(anthropic.BadRequestError, "tool_choice is not supported"):
-            self.client.messages.create(**self.ask, tools=self.TOOLS, tool_choice={"type": "any"})
+        with self.assertRaisesRegex(anthropic.BadRequestError, "tool_choice.name is 'other'"):
+            self.client.messages.create(**self.ask, tools=self.TOOLS, tool_choice={"type": "tool", "name": "other"})
 
 
 @unittest.skipUnless(LocalCompletionsAPI, "needs lm_eval and transformers")

@@ -168,11 +168,11 @@ class Messages(SharedServerTest):
                 ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
                 ({"tools": [{"name": "now"}]}, "tools[0].input_schema"),
                 ({"tools": [tool]}, "not supported by the model's chat template"),
-                ({"tools": [tool], "tool_choice": {"type": "any"}}, "tool_choice is not supported"),
-                ({"tools": [tool], "tool_choice": {"type": "tool", "name": "now"}}, "tool_choice is not supported"),
+                ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+                ({"tool_choice": {"type": "tool", "name": "now"}}, "tool_choice.name is 'now'"),
                 ({"tool_choice": {"type": "some"}}, "tool_choice.type"), ({"thinking": {"type": "x"}}, "thinking.type"),
-                ({"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-                 "output_config.format is not supported"),
+                ({"output_config": {"format": {"type": "xml"}}}, "output_config.format is"),
+                ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format is"),
                 ({"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported"),
                 ({"messages": [{"role": "user", "content": "word " * 5000}]}, "4096")):
             with self.subTest(fields=str(fields)[:80]):
@@ -299,6 +299,14 @@ class Responses(SharedServerTest):
         cut = stream(self.server, RESPONSES, {**ASK_INPUT, "max_output_tokens": 2})
         self.assertEqual(cut[-1]["type"], "response.incomplete")
 
+    def test_formats(self):
+        schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+        reply = self.ask(text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
+        self.assertIn(json.loads(self.text(reply)), [{"n": 1}, {"n": 2}])
+        output = {"format": {"type": "json_schema", "schema": schema}}
+        reply = self.server.post(MESSAGES, {**ASK, "output_config": output})
+        self.assertIn(json.loads(reply["content"][0]["text"]), [{"n": 1}, {"n": 2}])
+
     def test_stored(self):
         first = self.ask(instructions="Be brief.")
         path = f"{RESPONSES}/{first['id']}"
@@ -345,10 +353,10 @@ class Responses(SharedServerTest):
                 ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "input_image"),
                 ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
                 ({"tools": [{"type": "web_search"}]}, "tools[0].type 'web_search'", "not supported"),
-                ({"tool_choice": "required"}, "tool_choice", "not supported"),
-                ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice", "not supported"),
-                ({"text": {"format": {"type": "json_object"}}}, "text.format", "text.format is not supported"),
-                ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format", "not supported"),
+                ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+                ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice.name", "tool_choice.name is 'now'"),
+                ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type is 'xml'"),
+                ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
                 ({"background": True}, "background", "not supported"), ({"truncation": "auto"}, "truncation", "supported"),
                 ({"conversation": "x"}, "conversation", "not supported"),
                 ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),

@@ -59,7 +59,7 @@ const char* const response_text = R"({"max_output_tokens": 5, "instructions": "S
   {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{\"z\": 1, \"a\": 2}"},
   {"type": "function_call_output", "call_id": "1", "output": "5"},
   {"role": "user", "content": "And?"}],
-  "tools": [{"type": "function", "name": "now", "description": "D", "strict": true,
+  "tools": [{"type": "function", "name": "now", "description": "D",
     "parameters": {"type": "object", "properties": {"z": {}, "a": {}}}}],
   "reasoning": {"effort": "low"}})";
 
@@ -104,6 +104,13 @@ TEST(OtherProtocols, ErrorsNameTheFieldsOfTheRequest) {
             "max_output_tokens");
   EXPECT_EQ(field(R"({"input": "x", "text": {"format": {"type": "xml"}}})", Endpoint::responses),
             "text.format.type");
+  EXPECT_EQ(field(R"({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}})",
+                  Endpoint::responses),
+            "text.format");
+  EXPECT_EQ(field(R"({"messages": [{"role": "user", "content": "x"}],
+                      "tool_choice": {"type": "tool", "name": "n"}})",
+                  Endpoint::messages),
+            "tool_choice.name");
   EXPECT_EQ(field(R"({"input": [{"type": "file_search_call"}]})", Endpoint::responses), "input[0]");
 }
 

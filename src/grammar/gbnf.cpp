@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "grammar/dead_ends.hpp"
+#include "grammar/live_rules.hpp"
 #include "grammar/regular_expression.hpp"
 #include "text/utf8.hpp"
 
@@ -62,7 +62,7 @@ class GbnfReader {
     const auto root = names_.find("root");
     if (root == names_.end()) throw Error("grammar: expected a rule 'root ::= …'");
     grammar_.root = root->second;
-    if (!remove_dead_ends(grammar_, 0, grammar_.root)) {
+    if (!makes_text(grammar_, 0, grammar_.root)) {
       throw Error("grammar: the rule 'root' makes no text");
     }
     return std::move(grammar_);

@@ -1,6 +1,6 @@
 #include "grammar/json_schema.hpp"
 
-#include "grammar/dead_ends.hpp"
+#include "grammar/live_rules.hpp"
 #include "grammar/schema_graph.hpp"
 #include "grammar/schema_rules.hpp"
 
@@ -13,7 +13,7 @@ RuleId add_json_schema(Grammar& grammar, const nlohmann::ordered_json& schema,
   SchemaRules rules(grammar, graph, options);
   const RuleId root = rules.rule({SchemaGraph::root});
   rules.finish();
-  if (!remove_dead_ends(grammar, first, root)) fail_schema("#", "no document satisfies it");
+  if (!makes_text(grammar, first, root)) fail_schema("#", "no document satisfies it");
   return root;
 }
 

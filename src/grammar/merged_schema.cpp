@@ -46,7 +46,7 @@ std::string content_of(const std::string& text) {
   return quoted_text.substr(1, quoted_text.size() - 2);
 }
 
-void add_unique(NodeSet& set, NodeId node) {
+void add_unique(SchemaSet& set, SchemaId node) {
   const auto at = std::lower_bound(set.begin(), set.end(), node);
   if (at == set.end() || *at != node) set.insert(at, node);
 }
@@ -98,8 +98,8 @@ bool accepts_object(SchemaGraph& graph, const MergedSchema& schema, const Schema
 
 }  // namespace
 
-MergedSchema::MergedSchema(SchemaGraph& graph, const NodeSet& nodes) : pointer("#") {
-  for (const NodeId node : nodes) {
+MergedSchema::MergedSchema(SchemaGraph& graph, const SchemaSet& nodes) : pointer("#") {
+  for (const SchemaId node : nodes) {
     const SchemaKeywords& own = graph.keywords(node);
     if (parts.empty()) pointer = own.pointer;
     parts.push_back(&own);
@@ -132,8 +132,8 @@ MergedSchema::MergedSchema(SchemaGraph& graph, const NodeSet& nodes) : pointer("
   if (is_excluded(true) && is_excluded(false)) types &= ~unsigned{boolean_type};
 }
 
-NodeSet MergedSchema::member(const std::string& name) const {
-  NodeSet result;
+SchemaSet MergedSchema::member(const std::string& name) const {
+  SchemaSet result;
   const std::string content = content_of(name);
   for (const SchemaKeywords* part : parts) {
     const auto declared = part->by_name.find(name);
@@ -149,8 +149,8 @@ NodeSet MergedSchema::member(const std::string& name) const {
   return result;
 }
 
-NodeSet MergedSchema::element(std::size_t i) const {
-  NodeSet result;
+SchemaSet MergedSchema::element(std::size_t i) const {
+  SchemaSet result;
   for (const SchemaKeywords* part : parts) {
     if (i < part->prefix.size()) {
       add_unique(result, part->prefix[i]);
@@ -233,8 +233,8 @@ Expr numbers_of(const MergedSchema& schema) {
   return number_texts(schema.numbers, NumberKind::any);
 }
 
-bool accepts(SchemaGraph& graph, const NodeSet& schemas, const SchemaJson& value) {
-  for (const NodeSet& nodes : graph.alternatives(schemas)) {
+bool accepts(SchemaGraph& graph, const SchemaSet& schemas, const SchemaJson& value) {
+  for (const SchemaSet& nodes : graph.alternatives(schemas)) {
     if (accepts(graph, MergedSchema(graph, nodes), value)) return true;
   }
   return false;
@@ -264,7 +264,7 @@ bool accepts(SchemaGraph& graph, const MergedSchema& schema, const SchemaJson& v
   return true;
 }
 
-bool is_empty(SchemaGraph& graph, const NodeSet& nodes, int depth) {
+bool is_empty(SchemaGraph& graph, const SchemaSet& nodes, int depth) {
   MergedSchema schema(graph, nodes);
   if (schema.values) {
     const auto values = std::move(schema.values);
@@ -291,12 +291,12 @@ bool is_empty(SchemaGraph& graph, const NodeSet& nodes, int depth) {
   return schema.types == 0;
 }
 
-bool allows_nothing(SchemaGraph& graph, const NodeSet& schemas, int depth) {
+bool allows_nothing(SchemaGraph& graph, const SchemaSet& schemas, int depth) {
   return graph.looks([&] {
     const auto sets = graph.alternatives(schemas);
     if (depth < 0) return sets.empty();
     return std::all_of(sets.begin(), sets.end(),
-                       [&](const NodeSet& nodes) { return is_empty(graph, nodes, depth); });
+                       [&](const SchemaSet& nodes) { return is_empty(graph, nodes, depth); });
   });
 }
 

@@ -11,7 +11,7 @@ namespace kvzap::grammar {
 
 /// The keywords of a set of nodes, united.
 struct MergedSchema {
-  MergedSchema(SchemaGraph& graph, const NodeSet& nodes);
+  MergedSchema(SchemaGraph& graph, const SchemaSet& nodes);
 
   std::vector<const SchemaKeywords*> parts;
   std::string pointer;  // of the first part
@@ -24,8 +24,8 @@ struct MergedSchema {
   std::optional<std::vector<const SchemaJson*>> values;
 
   /// Schemas of a member, of the i-th element, and of all elements after those.
-  NodeSet member(const std::string& name) const;
-  NodeSet element(std::size_t i) const;
+  SchemaSet member(const std::string& name) const;
+  SchemaSet element(std::size_t i) const;
   std::size_t prefix_length() const;
   /// Whether `additionalProperties` or `patternProperties` says something of further keys.
   bool speaks_of_further_keys() const;
@@ -44,14 +44,14 @@ bool allows_name(SchemaGraph& graph, const MergedSchema& schema, const std::stri
 Expr numbers_of(const MergedSchema& schema);
 
 /// Whether a value satisfies all schemas of the set.
-bool accepts(SchemaGraph& graph, const NodeSet& schemas, const SchemaJson& value);
+bool accepts(SchemaGraph& graph, const SchemaSet& schemas, const SchemaJson& value);
 /// Whether a value satisfies the keywords.
 bool accepts(SchemaGraph& graph, const MergedSchema& schema, const SchemaJson& value);
 
 /// Whether no value satisfies the keywords of all nodes (`nodes` is one of the graph's
 /// alternatives), as far as is seen `depth` levels deep in required members.
-bool is_empty(SchemaGraph& graph, const NodeSet& nodes, int depth);
+bool is_empty(SchemaGraph& graph, const SchemaSet& nodes, int depth);
 /// The same of a set of schemas.
-bool allows_nothing(SchemaGraph& graph, const NodeSet& schemas, int depth);
+bool allows_nothing(SchemaGraph& graph, const SchemaSet& schemas, int depth);
 
 }  // namespace kvzap::grammar

@@ -58,13 +58,13 @@ const std::string* resource_id(const SchemaJson& json) {
   return id != nullptr && !id->empty() && (*id)[0] != '#' ? id : nullptr;
 }
 
-NodeSet joined(const NodeSet& a, const NodeSet& b) {
-  NodeSet result;
+SchemaSet joined(const SchemaSet& a, const SchemaSet& b) {
+  SchemaSet result;
   std::set_union(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(result));
   return result;
 }
 
-void sort_unique(std::vector<NodeSet>& sets) {
+void sort_unique(std::vector<SchemaSet>& sets) {
   std::sort(sets.begin(), sets.end());
   sets.erase(std::unique(sets.begin(), sets.end()), sets.end());
 }
@@ -98,8 +98,8 @@ void SchemaGraph::work(std::size_t amount) {
   if (work_ > max_schema_work) fail_schema("#", "its schemas have too many combinations");
 }
 
-NodeId SchemaGraph::add(const SchemaJson& json, const SchemaJson* resource, std::string pointer) {
-  const auto [at, is_new] = by_json_.try_emplace(&json, static_cast<NodeId>(nodes_.size()));
+SchemaId SchemaGraph::add(const SchemaJson& json, const SchemaJson* resource, std::string pointer) {
+  const auto [at, is_new] = by_json_.try_emplace(&json, static_cast<SchemaId>(nodes_.size()));
   if (!is_new) return at->second;
   SchemaNode node;
   node.json = &json;
@@ -109,25 +109,25 @@ NodeId SchemaGraph::add(const SchemaJson& json, const SchemaJson* resource, std:
   return at->second;
 }
 
-NodeId SchemaGraph::add_made(SchemaKeywords keywords) {
+SchemaId SchemaGraph::add_made(SchemaKeywords keywords) {
   work(1);
   SchemaNode node;
   node.keywords = std::move(keywords);
   node.is_read = node.restricts = true;
   nodes_.push_back(std::move(node));
-  return static_cast<NodeId>(nodes_.size()) - 1;
+  return static_cast<SchemaId>(nodes_.size()) - 1;
 }
 
-NodeId SchemaGraph::add_choice(const std::string& pointer, std::vector<NodeId> any) {
+SchemaId SchemaGraph::add_choice(const std::string& pointer, std::vector<SchemaId> any) {
   SchemaKeywords keywords;
   keywords.pointer = pointer;
-  const NodeId node = add_made(std::move(keywords));
+  const SchemaId node = add_made(std::move(keywords));
   nodes_[static_cast<std::size_t>(node)].restricts = false;
   nodes_[static_cast<std::size_t>(node)].any.push_back(std::move(any));
   return node;
 }
 
-NodeId SchemaGraph::resolve(const SchemaNode& from, const std::string& reference) {
+SchemaId SchemaGraph::resolve(const SchemaNode& from, const std::string& reference) {
   const auto fail = [&](const std::string& message) {
     fail_schema(schema_pointer(from.keywords.pointer, "$ref"), message);
   };
@@ -170,7 +170,7 @@ NodeId SchemaGraph::resolve(const SchemaNode& from, const std::string& reference
   return add(*at, resource, fragment.empty() ? "#" : "#" + fragment);
 }
 
-SchemaNode& SchemaGraph::read(NodeId node) {
+SchemaNode& SchemaGraph::read(SchemaId node) {
   SchemaNode& result = nodes_[static_cast<std::size_t>(node)];
   if (!result.is_read) {
     result.is_read = true;
@@ -180,13 +180,13 @@ SchemaNode& SchemaGraph::read(NodeId node) {
   return result;
 }
 
-std::vector<NodeSet> SchemaGraph::alternatives(const NodeSet& schemas) {
+std::vector<SchemaSet> SchemaGraph::alternatives(const SchemaSet& schemas) {
   Alternatives result = {{}};
-  for (const NodeId schema : schemas) result = product(result, alternatives_of(schema));
+  for (const SchemaId schema : schemas) result = product(result, alternatives_of(schema));
   return result;
 }
 
-const SchemaGraph::Alternatives& SchemaGraph::alternatives_of(NodeId node) {
+const SchemaGraph::Alternatives& SchemaGraph::alternatives_of(SchemaId node) {
   SchemaNode& known = read(node);
   if (known.alternatives) return *known.alternatives;
   if (known.is_open && looking_ > 0) throw Unfinished();
@@ -214,15 +214,15 @@ const SchemaGraph::Alternatives& SchemaGraph::alternatives_of(NodeId node) {
   return *known.alternatives;
 }
 
-SchemaGraph::Alternatives SchemaGraph::found_alternatives(NodeId id) {
+SchemaGraph::Alternatives SchemaGraph::found_alternatives(SchemaId id) {
   const SchemaNode& node = read(id);
   Alternatives result = {{}};
   if (node.restricts) result = {{id}};
   if (node.keywords.types == 0) return {};
-  for (const NodeId each : node.all) result = product(result, alternatives_of(each));
+  for (const SchemaId each : node.all) result = product(result, alternatives_of(each));
   for (const auto& each : node.any) result = product(result, any_of(each));
   for (const auto& each : node.one) result = product(result, one_of(id, each));
-  for (const NodeId each : node.none) {
+  for (const SchemaId each : node.none) {
     const Complement others = complement(each, 0);
     if (!others.is_exact) {
       fail_schema(schema_pointer(node.keywords.pointer, "not"),
@@ -234,20 +234,21 @@ SchemaGraph::Alternatives SchemaGraph::found_alternatives(NodeId id) {
   return result;
 }
 
-SchemaGraph::Alternatives SchemaGraph::any_of(const std::vector<NodeId>& schemas) {
+SchemaGraph::Alternatives SchemaGraph::any_of(const std::vector<SchemaId>& schemas) {
   Alternatives result;
-  for (const NodeId each : schemas) {
+  for (const SchemaId each : schemas) {
     const Alternatives& found = alternatives_of(each);
     result.insert(result.end(), found.begin(), found.end());
   }
   return result;
 }
 
-SchemaGraph::Alternatives SchemaGraph::one_of(NodeId node, const std::vector<NodeId>& branches) {
+SchemaGraph::Alternatives SchemaGraph::one_of(SchemaId node,
+                                              const std::vector<SchemaId>& branches) {
   const SchemaNode& whole = read(node);
   Alternatives context = {{}};
   if (whole.restricts) context = {{node}};
-  for (const NodeId each : whole.all) {
+  for (const SchemaId each : whole.all) {
     const Alternatives& found = alternatives_of(each);
     if (found.size() == 1) context = product(context, found);
   }
@@ -257,7 +258,7 @@ SchemaGraph::Alternatives SchemaGraph::one_of(NodeId node, const std::vector<Nod
     for (std::size_t j = 0; j < i; ++j) {
       const auto common =
           product(product(context, alternatives_of(branches[i])), alternatives_of(branches[j]));
-      const bool are_apart = std::all_of(common.begin(), common.end(), [&](const NodeSet& set) {
+      const bool are_apart = std::all_of(common.begin(), common.end(), [&](const SchemaSet& set) {
         return is_empty(*this, set, deepest_complement);
       });
       if (are_apart) continue;
@@ -278,7 +279,7 @@ SchemaGraph::Alternatives SchemaGraph::one_of(NodeId node, const std::vector<Nod
       }
       Alternatives apart = product(found, others.alternatives);
       found.clear();
-      for (NodeSet& set : apart) {
+      for (SchemaSet& set : apart) {
         if (!is_empty(*this, joined(context[0], set), 0)) found.push_back(std::move(set));
       }
     }
@@ -305,12 +306,12 @@ SchemaGraph::Alternatives SchemaGraph::with_condition(const SchemaNode& node,
 SchemaGraph::Alternatives SchemaGraph::product(const Alternatives& a, const Alternatives& b) {
   if (a.size() == 1 && a[0].empty()) return b;
   Alternatives result;
-  for (const NodeSet& left : a) {
-    for (const NodeSet& right : b) {
-      NodeSet set = joined(left, right);
+  for (const SchemaSet& left : a) {
+    for (const SchemaSet& right : b) {
+      SchemaSet set = joined(left, right);
       work(1 + set.size());
       unsigned types = all_types;
-      for (const NodeId each : set) types &= read(each).keywords.types;
+      for (const SchemaId each : set) types &= read(each).keywords.types;
       if (types != 0) result.push_back(std::move(set));
     }
   }
@@ -321,15 +322,15 @@ SchemaGraph::Alternatives SchemaGraph::product(const Alternatives& a, const Alte
   return result;
 }
 
-SchemaGraph::Complement SchemaGraph::complement(NodeId node, int depth) {
+SchemaGraph::Complement SchemaGraph::complement(SchemaId node, int depth) {
   Complement result;
   result.alternatives = {{}};
   bool is_first = true;
   // None of the sets holds: some keyword of each does not.
   const Alternatives sets = alternatives_of(node);
-  for (const NodeSet& set : sets) {
+  for (const SchemaSet& set : sets) {
     Complement one;
-    for (const NodeId each : set) {
+    for (const SchemaId each : set) {
       const Complement part = complement_of_keywords(each, depth);
       one.alternatives.insert(one.alternatives.end(), part.alternatives.begin(),
                               part.alternatives.end());
@@ -344,7 +345,7 @@ SchemaGraph::Complement SchemaGraph::complement(NodeId node, int depth) {
   return result;
 }
 
-SchemaGraph::Complement SchemaGraph::complement_of_keywords(NodeId node, int depth) {
+SchemaGraph::Complement SchemaGraph::complement_of_keywords(SchemaId node, int depth) {
   const SchemaKeywords& own = read(node).keywords;
   Complement result;
   SchemaKeywords blank;
@@ -405,8 +406,8 @@ SchemaGraph::Complement SchemaGraph::complement_of_keywords(NodeId node, int dep
   }
   SchemaKeywords never = blank;
   never.types = 0;
-  const NodeId false_schema = add_made(std::move(never));
-  const auto with_member = [&](SchemaKeywords& each, const std::string& name, NodeId schema) {
+  const SchemaId false_schema = add_made(std::move(never));
+  const auto with_member = [&](SchemaKeywords& each, const std::string& name, SchemaId schema) {
     each.properties.emplace_back(name, schema);
     each.by_name.emplace(name, schema);
   };
@@ -422,14 +423,14 @@ SchemaGraph::Complement SchemaGraph::complement_of_keywords(NodeId node, int dep
                           });
     if (!is_known) others = {};
     result.is_exact &= is_known && others.is_exact;
-    for (const NodeSet& set : others.alternatives) {
+    for (const SchemaSet& set : others.alternatives) {
       // A complement's sets have made nodes alone; of several, a schema that refers to all.
       SchemaNode together;
       together.keywords.pointer = own.pointer;
       together.is_read = true;
       together.all = set;
       nodes_.push_back(std::move(together));
-      const NodeId other = static_cast<NodeId>(nodes_.size()) - 1;
+      const SchemaId other = static_cast<SchemaId>(nodes_.size()) - 1;
       add_case(object_type, [&](SchemaKeywords& each) {
         with_member(each, name, other);
         each.required = {name};

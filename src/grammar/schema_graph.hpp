@@ -19,9 +19,9 @@ namespace kvzap::grammar {
 
 using SchemaJson = nlohmann::ordered_json;
 /// A schema of the document, or one made for a combination.
-using NodeId = std::int32_t;
+using SchemaId = std::int32_t;
 /// Schemas that a value satisfies together. Sorted, each once.
-using NodeSet = std::vector<NodeId>;
+using SchemaSet = std::vector<SchemaId>;
 
 /// Kinds of values, as bits. Numbers are integers or fractions.
 enum SchemaType : unsigned {
@@ -53,18 +53,18 @@ struct SchemaKeywords {
   CountLimits length, members, items_count;
   /// `pattern` and `format`: contents of strings in canonical spelling.
   std::vector<Expr> contents;
-  std::vector<NodeId> prefix;
-  std::optional<NodeId> items;
+  std::vector<SchemaId> prefix;
+  std::optional<SchemaId> items;
   bool has_properties = false;
-  std::vector<std::pair<std::string, NodeId>> properties;
-  std::unordered_map<std::string, NodeId> by_name;
+  std::vector<std::pair<std::string, SchemaId>> properties;
+  std::unordered_map<std::string, SchemaId> by_name;
   struct KeyPattern {
     std::string pattern;
     Expr keys;  // canonical contents
-    NodeId schema;
+    SchemaId schema;
   };
   std::vector<KeyPattern> key_patterns;
-  std::optional<NodeId> additional, names;
+  std::optional<SchemaId> additional, names;
   std::vector<std::string> required;
 };
 
@@ -75,16 +75,16 @@ struct SchemaNode {
   bool is_read = false;
   bool restricts = false;  // by its keywords
   SchemaKeywords keywords;
-  std::vector<NodeId> all;                    // allOf, $ref
-  std::vector<std::vector<NodeId>> any, one;  // anyOf, oneOf
-  std::vector<NodeId> none;                   // not
+  std::vector<SchemaId> all;                    // allOf, $ref
+  std::vector<std::vector<SchemaId>> any, one;  // anyOf, oneOf
+  std::vector<SchemaId> none;                   // not
   struct Condition {
-    NodeId condition;
-    std::optional<NodeId> then, otherwise;
+    SchemaId condition;
+    std::optional<SchemaId> then, otherwise;
   };
   std::vector<Condition> conditions;
   bool is_open = false;  // its alternatives are being found
-  std::optional<std::vector<NodeSet>> alternatives;
+  std::optional<std::vector<SchemaSet>> alternatives;
 };
 
 /// The schemas of an untrusted document: its depth, the number of its values and all work are
@@ -94,12 +94,12 @@ class SchemaGraph {
   /// `document` outlives the graph. Throws Error if it is nested too deeply or too large.
   explicit SchemaGraph(const SchemaJson& document);
 
-  static constexpr NodeId root = 0;
-  const SchemaKeywords& keywords(NodeId node) { return read(node).keywords; }
+  static constexpr SchemaId root = 0;
+  const SchemaKeywords& keywords(SchemaId node) { return read(node).keywords; }
   /// A value satisfies all schemas of a set if it satisfies the keywords of all nodes in one of the
   /// returned sets. The choices of the schemas are multiplied out; sets that allow no type of value
   /// are left out.
-  std::vector<NodeSet> alternatives(const NodeSet& schemas);
+  std::vector<SchemaSet> alternatives(const SchemaSet& schemas);
   /// Calls look(), which asks for alternatives while those of other schemas are being found. False
   /// if it needs those.
   template <class Look>
@@ -118,14 +118,14 @@ class SchemaGraph {
   void work(std::size_t amount);
 
   /// For the reader of keywords.
-  NodeId add(const SchemaJson& json, const SchemaJson* resource, std::string pointer);
-  NodeId add_made(SchemaKeywords keywords);
+  SchemaId add(const SchemaJson& json, const SchemaJson* resource, std::string pointer);
+  SchemaId add_made(SchemaKeywords keywords);
   /// A schema that all schemas of one of the sets satisfy.
-  NodeId add_choice(const std::string& pointer, std::vector<NodeId> any);
-  NodeId resolve(const SchemaNode& from, const std::string& reference);
+  SchemaId add_choice(const std::string& pointer, std::vector<SchemaId> any);
+  SchemaId resolve(const SchemaNode& from, const std::string& reference);
 
  private:
-  using Alternatives = std::vector<NodeSet>;
+  using Alternatives = std::vector<SchemaSet>;
   struct Unfinished {};
   /// Values that do not satisfy a schema.
   struct Complement {
@@ -134,20 +134,20 @@ class SchemaGraph {
     bool has_absences = false;  // some lack a member that the schema requires
   };
 
-  SchemaNode& read(NodeId node);
+  SchemaNode& read(SchemaId node);
   void index(const SchemaJson& json, int depth);
-  const Alternatives& alternatives_of(NodeId node);
-  Alternatives found_alternatives(NodeId node);
-  Alternatives any_of(const std::vector<NodeId>& schemas);
-  Alternatives one_of(NodeId node, const std::vector<NodeId>& branches);
+  const Alternatives& alternatives_of(SchemaId node);
+  Alternatives found_alternatives(SchemaId node);
+  Alternatives any_of(const std::vector<SchemaId>& schemas);
+  Alternatives one_of(SchemaId node, const std::vector<SchemaId>& branches);
   Alternatives with_condition(const SchemaNode& node, const SchemaNode::Condition& condition);
   Alternatives product(const Alternatives& a, const Alternatives& b);
-  Complement complement(NodeId node, int depth);
-  Complement complement_of_keywords(NodeId node, int depth);
+  Complement complement(SchemaId node, int depth);
+  Complement complement_of_keywords(SchemaId node, int depth);
 
   const SchemaJson& document_;
   std::deque<SchemaNode> nodes_;
-  std::unordered_map<const SchemaJson*, NodeId> by_json_;
+  std::unordered_map<const SchemaJson*, SchemaId> by_json_;
   std::unordered_map<std::string, const SchemaJson*> anchors_, resources_;
   std::size_t values_ = 0, work_ = 0;
   int open_ = 0, looking_ = 0;

@@ -48,17 +48,17 @@ class KeywordReader {
     fail_schema(keyword.empty() ? own_.pointer : schema_pointer(own_.pointer, keyword), message);
   }
 
-  NodeId child(const SchemaJson& json, std::string_view keyword) {
+  SchemaId child(const SchemaJson& json, std::string_view keyword) {
     return graph_.add(json, node_.resource, schema_pointer(own_.pointer, keyword));
   }
-  NodeId child(const SchemaJson& json, std::string_view keyword, std::string_view member) {
+  SchemaId child(const SchemaJson& json, std::string_view keyword, std::string_view member) {
     return graph_.add(json, node_.resource,
                       schema_pointer(schema_pointer(own_.pointer, keyword), member));
   }
 
-  std::vector<NodeId> list(const SchemaJson& json, const char* keyword) {
+  std::vector<SchemaId> list(const SchemaJson& json, const char* keyword) {
     if (!json.is_array()) fail(keyword, "expected an array of schemas");
-    std::vector<NodeId> schemas;
+    std::vector<SchemaId> schemas;
     for (std::size_t i = 0; i < json.size(); ++i) {
       schemas.push_back(child(json[i], keyword, std::to_string(i)));
     }
@@ -210,7 +210,7 @@ class KeywordReader {
   }
 
   /// As additionalProperties (items), if no other schema evaluates members (elements).
-  void unevaluated(const char* keyword, std::optional<NodeId>& further) {
+  void unevaluated(const char* keyword, std::optional<SchemaId>& further) {
     const SchemaJson* schema = find(keyword);
     if (schema == nullptr || *schema == true) return;
     for (const char* other : {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas"}) {
@@ -225,7 +225,7 @@ class KeywordReader {
       if (!properties->is_object()) fail("properties", "expected an object of schemas");
       own_.has_properties = true;
       for (const auto& [name, schema] : properties->items()) {
-        const NodeId node = child(schema, "properties", name);
+        const SchemaId node = child(schema, "properties", name);
         own_.properties.emplace_back(name, node);
         own_.by_name.emplace(name, node);
       }
@@ -264,7 +264,7 @@ class KeywordReader {
       node_.all.push_back(graph_.resolve(node_, reference->get<std::string>()));
     }
     if (const SchemaJson* schemas = find("allOf")) {
-      for (const NodeId each : list(*schemas, "allOf")) node_.all.push_back(each);
+      for (const SchemaId each : list(*schemas, "allOf")) node_.all.push_back(each);
     }
     if (const SchemaJson* schemas = find("anyOf")) node_.any.push_back(list(*schemas, "anyOf"));
     if (const SchemaJson* schemas = find("oneOf")) node_.one.push_back(list(*schemas, "oneOf"));
@@ -288,10 +288,10 @@ class KeywordReader {
         absence.pointer = schema_pointer(schema_pointer(own_.pointer, keyword), name);
         SchemaKeywords false_schema = absence;
         false_schema.types = 0;
-        const NodeId none = graph_.add_made(std::move(false_schema));
+        const SchemaId none = graph_.add_made(std::move(false_schema));
         absence.properties.emplace_back(name, none);
         absence.by_name.emplace(name, none);
-        NodeId present;
+        SchemaId present;
         if (brought.is_array()) {
           SchemaKeywords together;
           together.pointer = absence.pointer;

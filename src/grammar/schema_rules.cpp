@@ -31,7 +31,7 @@ RuleId SchemaRules::add(const std::string& name) {
   return grammar_.add(name);
 }
 
-RuleId SchemaRules::rule(const NodeSet& schemas) {
+RuleId SchemaRules::rule(const SchemaSet& schemas) {
   const auto known = by_schemas_.find(schemas);
   if (known != by_schemas_.end()) return known->second;
   const auto sets = graph_.alternatives(schemas);
@@ -41,7 +41,7 @@ RuleId SchemaRules::rule(const NodeSet& schemas) {
   } else {
     result = add("schema");
     std::vector<Expr> choices;
-    for (const NodeSet& nodes : sets) choices.push_back(call(rule_of_nodes(nodes)));
+    for (const SchemaSet& nodes : sets) choices.push_back(call(rule_of_nodes(nodes)));
     grammar_.rules[static_cast<std::size_t>(result)].body =
         choices.empty() ? nothing() : choice(std::move(choices));
   }
@@ -49,7 +49,7 @@ RuleId SchemaRules::rule(const NodeSet& schemas) {
   return result;
 }
 
-RuleId SchemaRules::rule_of_nodes(const NodeSet& nodes) {
+RuleId SchemaRules::rule_of_nodes(const SchemaSet& nodes) {
   if (nodes.empty()) return json_.value();
   const auto known = by_nodes_.find(nodes);
   if (known != by_nodes_.end()) return known->second;
@@ -68,7 +68,7 @@ void SchemaRules::finish() {
   }
 }
 
-Expr SchemaRules::body(const NodeSet& nodes) {
+Expr SchemaRules::body(const SchemaSet& nodes) {
   MergedSchema schema(graph_, nodes);
   std::vector<Expr> choices;
   if (schema.values) {
@@ -159,7 +159,7 @@ Expr SchemaRules::object(const MergedSchema& schema) {
   std::int64_t required = 0;
   for (const std::string& name : schema.names()) {
     const bool is_required = schema.requires_member(name);
-    const NodeSet schemas = schema.member(name);
+    const SchemaSet schemas = schema.member(name);
     if (!allows_name(graph_, schema, name) || allows_nothing(graph_, schemas, 0)) {
       if (is_required) return nothing();
       continue;
@@ -243,7 +243,7 @@ Expr SchemaRules::key_contents(const MergedSchema& schema) {
   for (const SchemaKeywords* part : schema.parts) {
     if (!part->names) continue;
     std::vector<Expr> choices;
-    for (const NodeSet& nodes : graph_.alternatives({*part->names})) {
+    for (const SchemaSet& nodes : graph_.alternatives({*part->names})) {
       MergedSchema names(graph_, nodes);
       if ((names.types & string_type) == 0) continue;
       if (!names.values) {
@@ -291,7 +291,7 @@ std::vector<SchemaRules::KeyClass> SchemaRules::further_keys(const MergedSchema&
   for (unsigned matching = 0; matching < 1U << patterns.size(); ++matching) {
     if (matching == 0 && is_closed) continue;
     Expr keys = allowed;
-    NodeSet schemas;
+    SchemaSet schemas;
     for (const SchemaKeywords* part : schema.parts) {
       bool is_known = false;
       for (const auto& each : part->key_patterns) {

@@ -44,7 +44,7 @@ class SchemaRules {
   SchemaRules(Grammar& grammar, SchemaGraph& graph, const JsonSchemaOptions& options);
 
   /// The rule of values that satisfy all schemas. Call `finish` afterwards.
-  RuleId rule(const NodeSet& schemas);
+  RuleId rule(const SchemaSet& schemas);
   /// Adds the bodies of all rules.
   void finish();
 
@@ -52,17 +52,17 @@ class SchemaRules {
   /// Keys that the same patterns match, and their values.
   struct KeyClass {
     Expr keys;  // with quotation marks
-    NodeSet schemas;
+    SchemaSet schemas;
   };
   struct Member {
     std::string name;
-    NodeSet schemas;
+    SchemaSet schemas;
     bool is_required;
   };
 
   RuleId add(const std::string& name);
-  RuleId rule_of_nodes(const NodeSet& nodes);
-  Expr body(const NodeSet& nodes);
+  RuleId rule_of_nodes(const SchemaSet& nodes);
+  Expr body(const SchemaSet& nodes);
   Expr string(const MergedSchema& schema);
   Expr array(const MergedSchema& schema);
   Expr object(const MergedSchema& schema);
@@ -72,15 +72,15 @@ class SchemaRules {
   /// The rest of an object after its n-th member; `count` members precede.
   Expr object_end(const std::vector<KeyClass>& further, const CountLimits& limits,
                   std::int64_t count);
-  Expr call_value(const NodeSet& schemas) { return call(rule(schemas)); }
+  Expr call_value(const SchemaSet& schemas) { return call(rule(schemas)); }
 
   Grammar& grammar_;
   SchemaGraph& graph_;
   JsonSchemaOptions options_;
   JsonRules json_;
   RuleId first_;
-  std::map<NodeSet, RuleId> by_schemas_, by_nodes_;
-  std::deque<std::pair<RuleId, NodeSet>> waiting_;
+  std::map<SchemaSet, RuleId> by_schemas_, by_nodes_;
+  std::deque<std::pair<RuleId, SchemaSet>> waiting_;
 };
 
 }  // namespace kvzap::grammar

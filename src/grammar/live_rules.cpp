@@ -1,4 +1,4 @@
-#include "grammar/dead_ends.hpp"
+#include "grammar/live_rules.hpp"
 
 #include <algorithm>
 #include <cstddef>
@@ -7,21 +7,17 @@
 namespace kvzap::grammar {
 namespace {
 
-class DeadEnds {
+class LiveRules {
  public:
-  DeadEnds(Grammar& grammar, RuleId first)
+  LiveRules(const Grammar& grammar, RuleId first)
       : grammar_(grammar),
         first_(static_cast<std::size_t>(first)),
         is_live_(grammar.rules.size(), false) {
     std::fill_n(is_live_.begin(), first_, true);
   }
 
-  bool remove(RuleId root) {
+  bool reach(RuleId root) {
     find_live();
-    for (std::size_t rule = first_; rule < grammar_.rules.size(); ++rule) {
-      Expr& body = grammar_.rules[rule].body;
-      body = is_live_[rule] ? cleaned(body) : nothing();
-    }
     return is_live_[static_cast<std::size_t>(root)];
   }
 
@@ -34,9 +30,8 @@ class DeadEnds {
     std::vector<std::size_t> waiting;
     for (std::size_t rule = first_; rule < grammar_.rules.size(); ++rule) {
       collect_calls(*grammar_.rules[rule].body, rule, callers);
-      waiting.push_back(grammar_.rules.size() - 1 - (rule - first_));  // the last ones first
+      waiting.push_back(rule);
     }
-    std::reverse(waiting.begin(), waiting.end());
     while (!waiting.empty()) {
       const std::size_t rule = waiting.back();
       waiting.pop_back();
@@ -77,44 +72,15 @@ class DeadEnds {
     }
   }
 
-  Expr cleaned(const Expr& expression) const {
-    if (!is_live(*expression)) return nothing();
-    const auto& parts = expression->parts;
-    switch (expression->kind) {
-      case Kind::sequence:
-      case Kind::choice: {
-        std::vector<Expr> kept;
-        bool is_same = true;
-        for (const Expr& part : parts) {
-          Expr clean = cleaned(part);
-          is_same &= clean == part;
-          // All parts of a sequence are live.
-          if (clean->kind != Kind::nothing) kept.push_back(std::move(clean));
-        }
-        if (is_same) return expression;
-        return expression->kind == Kind::sequence ? sequence(std::move(kept))
-                                                  : choice(std::move(kept));
-      }
-      case Kind::repeat: {
-        Expr part = cleaned(parts[0]);
-        if (part == parts[0]) return expression;
-        if (part->kind == Kind::nothing) return empty();
-        return repeat(std::move(part), expression->least, expression->most);
-      }
-      default:
-        return expression;
-    }
-  }
-
-  Grammar& grammar_;
+  const Grammar& grammar_;
   std::size_t first_;
   std::vector<bool> is_live_;
 };
 
 }  // namespace
 
-bool remove_dead_ends(Grammar& grammar, RuleId first, RuleId root) {
-  return DeadEnds(grammar, first).remove(root);
+bool makes_text(const Grammar& grammar, RuleId first, RuleId root) {
+  return LiveRules(grammar, first).reach(root);
 }
 
 }  // namespace kvzap::grammar

@@ -13,6 +13,8 @@ using Kind = Expression::Kind;
 using StateId = std::uint32_t;
 
 constexpr std::size_t most_work = 60'000'000;  // some 0.5 s
+// Work of a state, which has some 150 bytes: a grammar has up to 3 million, or 450 MB.
+constexpr std::size_t work_of_state = 20;
 // A repeat of up to this many states is written out, because states are faster than counters.
 constexpr std::int64_t longest_inline = 128;
 
@@ -68,7 +70,7 @@ class Builder {
 
  private:
   StateId add_state() {
-    m_meter.add(1);
+    m_meter.add(work_of_state);
     m_made.states.emplace_back();
     return static_cast<StateId>(m_made.states.size()) - 1;
   }
@@ -199,7 +201,10 @@ class Subsets {
     close(states);
     const auto [found, is_new] =
         m_numbers.emplace(std::move(states), static_cast<StateId>(m_found.size()));
-    if (is_new) m_found.push_back(&found->first);
+    if (is_new) {
+      m_meter.add(work_of_state);
+      m_found.push_back(&found->first);
+    }
     return found->second;
   }
   std::size_t size() const { return m_found.size(); }

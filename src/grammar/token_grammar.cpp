@@ -51,6 +51,15 @@ std::shared_ptr<const TokenGrammar::Vocabulary> TokenGrammar::vocabulary_of(
 TokenGrammar::TokenGrammar(std::unique_ptr<const Data> data) : m_data(std::move(data)) {}
 TokenGrammar::~TokenGrammar() = default;
 
+std::size_t TokenGrammar::bytes() const {
+  std::size_t bytes = sizeof(Data) + m_data->masks.bytes();
+  for (const grammar::Node& node : m_data->automaton.nodes) {
+    bytes += sizeof(node) + node.bytes.size() * sizeof(node.bytes[0]) +
+             node.calls.size() * sizeof(node.calls[0]);
+  }
+  return bytes;
+}
+
 std::shared_ptr<const TokenGrammar> TokenGrammar::from_rules(
     std::shared_ptr<const Vocabulary> vocabulary, const grammar::Grammar& grammar) {
   return std::shared_ptr<const TokenGrammar>(

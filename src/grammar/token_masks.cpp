@@ -9,7 +9,7 @@ namespace kvzap::grammar {
 namespace {
 
 // Masks of one grammar. Beyond this they are made again when they are needed.
-constexpr std::size_t most_bytes = std::size_t{64} << 20;
+constexpr std::size_t most_bytes = std::size_t{32} << 20;
 // Some 0.5 s of a core.
 constexpr std::size_t most_visits = 50'000'000;
 constexpr std::int64_t most_counted = 0xFFFF;

@@ -42,6 +42,11 @@ class TokenMasks {
   TokenMasks(const Automaton& automaton, const TokenTrie& trie)
       : m_automaton(automaton), m_trie(trie) {}
 
+  /// Bytes of the masks that are kept now.
+  std::size_t bytes() const {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    return m_bytes;
+  }
   /// Sets the bits of the tokens that may follow. `bits` has one for each token.
   void allow(Recogniser& recogniser, std::vector<std::uint64_t>& bits) const;
 

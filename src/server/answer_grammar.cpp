@@ -27,7 +27,9 @@ using grammar::optional;
 using grammar::repeat;
 using grammar::sequence;
 
-constexpr std::size_t most_grammars = 64;
+// Memory of the grammars that are kept, and of these and those of requests in progress.
+constexpr std::size_t most_kept = std::size_t{1} << 30;
+constexpr std::size_t most_alive = 3 * most_kept;
 constexpr std::size_t most_choices = 4096;
 
 /// A field that says what the text of answers is.
@@ -250,8 +252,22 @@ std::shared_ptr<const TokenGrammar> AnswerGrammars::get(
   }
   std::shared_ptr<const TokenGrammar> made = make(vocabulary);
   const std::lock_guard<std::mutex> lock(m_mutex);
+  m_alive.erase(std::remove_if(m_alive.begin(), m_alive.end(),
+                               [](const auto& grammar) { return grammar.expired(); }),
+                m_alive.end());
+  m_alive.push_back(made);
+  std::size_t bytes = 0;
+  for (const auto& one : m_alive) {
+    if (const auto alive = one.lock()) bytes += alive->bytes();
+  }
+  if (bytes > most_alive) {
+    throw Error("the grammars of requests in progress take too much memory; try again later");
+  }
   m_entries.emplace_front(key, made);
-  if (m_entries.size() > most_grammars) m_entries.pop_back();
+  bytes = 0;
+  auto kept = m_entries.begin();
+  while (kept != m_entries.end() && (bytes += kept->second->bytes()) <= most_kept) ++kept;
+  m_entries.erase(kept, m_entries.end());
   return made;
 }
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "server/answer_parts.hpp"
 #include "server/request_fields.hpp"
@@ -25,7 +26,8 @@ class AnswerGrammars {
   explicit AnswerGrammars(std::function<Vocabulary()> make_vocabulary)
       : m_make_vocabulary(std::move(make_vocabulary)) {}
 
-  /// Returns the grammar of `key`, made by `make` if it is not kept.
+  /// Returns the grammar of `key`, made by `make` if it is not kept. Throws Error if the grammars
+  /// of requests in progress take too much memory.
   std::shared_ptr<const TokenGrammar> get(
       const std::string& key,
       const std::function<std::shared_ptr<const TokenGrammar>(const Vocabulary&)>& make);
@@ -36,7 +38,8 @@ class AnswerGrammars {
   std::function<Vocabulary()> m_make_vocabulary;
   std::mutex m_mutex;
   Vocabulary m_vocabulary;
-  std::list<Entry> m_entries;  // the last used first
+  std::list<Entry> m_entries;                              // the last used first
+  std::vector<std::weak_ptr<const TokenGrammar>> m_alive;  // these and those of requests
 };
 
 /// Returns the grammar of the answers to a request, or null if they are any text. Reads

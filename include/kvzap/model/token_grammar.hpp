@@ -66,6 +66,9 @@ class TokenGrammar {
 
   ~TokenGrammar();
 
+  /// Returns the bytes of memory that it takes now, about.
+  std::size_t bytes() const;
+
  private:
   struct Data;
   explicit TokenGrammar(std::unique_ptr<const Data> data);

@@ -21,7 +21,6 @@ inline ServedModel served() {
   model.chat_template = ChatTemplate::detect(folder);
   model.stop_ids = {1, 2};
   model.vocabulary = 1024;
-  model.grammars = answer_grammars(*model.tokenizer, model.vocabulary, model.stop_ids);
   model.max_tokens = 4096;
   model.grammars = answer_grammars(*model.tokenizer, model.vocabulary, {});
   model.pruning_of = [](const PruneWish& wish) {

@@ -134,7 +134,8 @@ TEST(OtherProtocols, MessagesHaveBlocks) {
   const auto writer = ReplyWriter::make(request, model, 7, 0);
   std::string stream = writer->begin(0);
   for (const char c : text) stream += writer->piece(0, std::string(1, c), {});
-  stream += writer->end(0, ending) + writer->finish({ending});
+  stream += writer->end(0, ending);
+  stream += writer->finish({ending});
   std::string thoughts, said, input;
   for (const OrderedJson& event : events_of(stream)) {
     if (event.at("type") != "content_block_delta") continue;
@@ -148,7 +149,9 @@ TEST(OtherProtocols, MessagesHaveBlocks) {
   EXPECT_EQ(input, R"({"z":1,"a":2})");
   EXPECT_EQ(events_of(writer->sign()).front().at("type"), "ping");
   const auto silent = ReplyWriter::make(request, model, 7, 0);
-  const std::vector<OrderedJson> signs = events_of(silent->sign() + silent->begin(0));
+  std::string sign = silent->sign();
+  sign += silent->begin(0);
+  const std::vector<OrderedJson> signs = events_of(sign);
   ASSERT_EQ(signs.size(), 2U);
   EXPECT_EQ(signs[0].at("type"), "message_start");
   EXPECT_EQ(events_of(writer->failure("no"))[0].at("error").at("type"), "api_error");
@@ -178,7 +181,8 @@ TEST(OtherProtocols, ResponsesHaveItemsAndAreStored) {
   const auto writer = ReplyWriter::make(request, model, 7, 11);
   std::string stream = writer->begin(0);
   for (const char c : text) stream += writer->piece(0, std::string(1, c), {});
-  stream += writer->end(0, ending) + writer->finish({ending});
+  stream += writer->end(0, ending);
+  stream += writer->finish({ending});
   const std::vector<OrderedJson> events = events_of(stream);
   for (std::size_t i = 0; i < events.size(); ++i) EXPECT_EQ(events[i].at("sequence_number"), i);
   const OrderedJson& last = events.back();

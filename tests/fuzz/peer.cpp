@@ -3,17 +3,24 @@
 // gives {"text"}. {"tokenizer", "texts",
 // "decode": lists of ids} gives {"ids", "special_ids", "texts": pairs without and with special
 // tokens}; "folder" in place of "tokenizer" names a folder that has one. What is refused gives
-// {"error"}, and a text that cannot be encoded a message as its ids.
+// {"error"}, and a text that cannot be encoded a message as its ids. {"schema", "options",
+// "samples", "seed", "documents"} gives {"texts": random ones of the schema's grammar, "taken":
+// whether each document is one, "seconds": of processor time to compile it}.
 #include <cstdio>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <kvzap/model/chat_template.hpp>
 #include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <string>
 #include <vector>
 
+#include "grammar/automaton.hpp"
+#include "grammar/json_schema.hpp"
+#include "grammar/recogniser.hpp"
 #include "jinja/template.hpp"
 
 namespace {
@@ -76,6 +83,58 @@ Json answer(const fs::path& folder, const Json& request) {
   return result;
 }
 
+/// A random text of the grammar; brackets and strings are closed sooner than by chance. Empty if it
+/// gets too long.
+std::string random_text(const kvzap::grammar::Automaton& automaton, std::mt19937& random) {
+  constexpr std::size_t long_text = 300, longest_text = 4'000;
+  kvzap::grammar::Recogniser recogniser(automaton);
+  std::string text;
+  while (text.size() < longest_text) {
+    std::string next, closing;
+    for (unsigned byte = 0; byte < 256; ++byte) {
+      if (!recogniser.read_byte(static_cast<unsigned char>(byte))) continue;
+      recogniser.go_back(1);
+      next += static_cast<char>(byte);
+      if (byte == '}' || byte == ']' || byte == '"') closing += static_cast<char>(byte);
+    }
+    if (next.empty() || (recogniser.is_match() && random() % 4 == 0)) break;
+    const bool closes = !closing.empty() && random() % (text.size() > long_text ? 2 : 8) == 0;
+    const std::string& from = closes ? closing : next;
+    text += from[random() % from.size()];
+    recogniser.read_byte(static_cast<unsigned char>(text.back()));
+  }
+  return recogniser.is_match() ? text : "";
+}
+
+bool is_taken(const kvzap::grammar::Automaton& automaton, const std::string& text) {
+  kvzap::grammar::Recogniser recogniser(automaton);
+  for (const char c : text) {
+    if (!recogniser.read_byte(static_cast<unsigned char>(c))) return false;
+  }
+  return recogniser.is_match();
+}
+
+/// Reads the request again, because the order of keys counts.
+Json schema_texts(const std::string& line) {
+  const auto request = nlohmann::ordered_json::parse(line);
+  const std::clock_t start = std::clock();
+  kvzap::grammar::JsonSchemaOptions options;
+  options.closed_objects = request.value("closed", false);
+  const auto automaton =
+      kvzap::grammar::compile(kvzap::grammar::read_json_schema(request["schema"], options));
+  const double seconds = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+  Json result = {{"texts", Json::array()}, {"taken", Json::array()}, {"seconds", seconds}};
+  std::mt19937 random(request.value("seed", 1U));
+  for (int i = 0; i < request.value("samples", 0); ++i) {
+    const std::string text = random_text(automaton, random);
+    if (!text.empty()) result["texts"].push_back(text);
+  }
+  for (const auto& text : request.value("documents", nlohmann::ordered_json::array())) {
+    result["taken"].push_back(is_taken(automaton, text.get<std::string>()));
+  }
+  return result;
+}
+
 }  // namespace
 
 int main() {
@@ -85,7 +144,9 @@ int main() {
     Json result;
     try {
       const Json request = Json::parse(line);
-      result = request.contains("variables") ? rendered(line) : answer(pattern, request);
+      result = request.contains("schema")      ? schema_texts(line)
+               : request.contains("variables") ? rendered(line)
+                                               : answer(pattern, request);
     } catch (const kvzap::Error& error) {
       result = {{"error", error.what()}};
     }

@@ -479,7 +479,7 @@ const std::vector<ForeignFlag>& foreign_flags() {
        "llama.cpp and vLLM",
        V::one,
        R::refused,
-       "there is no speculative decoding"},
+       "there is no model for drafts; --lookup takes them from prompt and answer"},
       {{"--lora", "--lora-scaled", "--lora-modules", "--adapter"},
        "llama.cpp and vLLM",
        V::one,

@@ -474,6 +474,7 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
       ->group(generation);
   declare_answer_form(app, o.form, generation);
   declare_sampling(app, o.sampling, o.sampling_flags, generation);
+  declare_lookup(app, o.lookup, generation);
   declare_seed(
       app, [&o](std::optional<std::uint64_t> seed) { o.sampling.seed = seed.value_or(0); }, "0",
       "seed of the sampler, the same for each question", generation);
@@ -576,6 +577,9 @@ void validate(const RunOptions& o, bool needs_prompt) {
   check_answer_form(o.form);
   require(o.form.stops.empty() || !o.token_ids,
           "--stop cannot be combined with --token-ids: the answer has no text");
+  check_lookup(o.lookup);
+  require(o.lookup == 0 || o.dump.empty(),
+          "--lookup cannot be combined with --dump, which has the arrays of each token's own step");
   require(!needs_prompt || !o.prompt || !o.prompt->empty(), "-p: the prompt is empty");
   require(!(o.prompt && !o.files.empty()), "-p and -f both set the prompt: give one of them");
   const char* const without_template = o.raw ? "--raw" : o.token_ids ? "--token-ids" : nullptr;

@@ -77,6 +77,7 @@ struct RunOptions : EngineOptions {
   SamplingOptions sampling;  // penalties as given; see sampling_in_force
   SamplingFlags sampling_flags;
   AnswerForm form;
+  std::int64_t lookup = 0;
 
   std::string json;
   bool json_token_ids = false;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <kvzap/engine/prompt_lookup.hpp>
 #include <utility>
 
 #include "console/console.hpp"
@@ -62,6 +63,21 @@ void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& f
                "counts. Default: repetition_penalty, suppress_tokens and bad_words_ids apply, and "
                "other fields that change answers are errors")
       ->group(group);
+}
+
+void declare_lookup(CLI::App& app, std::int64_t& lookup, const std::string& group) {
+  app.add_option("--lookup", lookup,
+                 "check up to INT guessed tokens with each new one (prompt lookup decoding): what "
+                 "followed the same tokens earlier in prompt and answer. Answers stay the same; "
+                 "those that quote the prompt come faster. At most 32; 0: no guesses")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void check_lookup(std::int64_t lookup) {
+  constexpr std::int64_t most = PromptLookup::most_tokens;
+  require(lookup >= 0 && lookup <= most,
+          fmt::format("--lookup is {}; expected 0 to {}", lookup, most));
 }
 
 const SamplingNames& sampling_flag_names() {

@@ -22,6 +22,10 @@ struct SamplingFlags {
 void declare_sampling(CLI::App& app, SamplingOptions& sampling, SamplingFlags& flags,
                       const std::string& group);
 
+/// Declares --lookup, and throws Error for a value out of range.
+void declare_lookup(CLI::App& app, std::int64_t& lookup, const std::string& group);
+void check_lookup(std::int64_t lookup);
+
 /// Names fields of SamplingOptions as flags: "--top-k".
 const SamplingNames& sampling_flag_names();
 

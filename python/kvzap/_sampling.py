@@ -11,7 +11,7 @@ GRAMMARS = ("json_schema", "grammar", "regex")
 OWN = {"ask": ("question", "max_new_tokens", "on_text"), "stream": ("question", "max_new_tokens"),
        "generate": ("prompts", "max_new_tokens"),
        "LLM": ("model", "pruning", "dtype", "kv_type", "weights", "threads", "max_context", "chat_template", "thinking",
-               "system", "progress", "comm")}
+               "system", "progress", "comm", "lookup")}
 # Names of transformers, vLLM, llama.cpp, OpenAI and ollama.
 _ANSWER = "max_new_tokens of ask, stream and generate"
 FOREIGN = {
@@ -27,7 +27,8 @@ FOREIGN = {
     **dict.fromkeys(("cache_type", "kv_cache_dtype", "cache_dtype"), "kv_type"),
     **dict.fromkeys(("quantization", "load_in_8bit", "load_in_4bit"), "weights"),
     **dict.fromkeys(("device", "device_map", "n_gpu_layers"), "none: a package computes where its Kokkos does"),
-    **dict.fromkeys(("policy", "press"), "pruning"), "enable_thinking": "thinking", "system_prompt": "system",
+    **dict.fromkeys(("policy", "press"), "pruning"), "enable_thinking": "thinking",
+    "prompt_lookup_num_tokens": "lookup", "system_prompt": "system",
     "model_path": "model",
     **dict.fromkeys(("response_format", "guided_json", "schema"), "json_schema"),
     **dict.fromkeys(("guided_regex", "pattern"), "regex"), "guided_grammar": "grammar",

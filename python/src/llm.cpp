@@ -272,6 +272,7 @@ std::vector<Answer> run_scheduler(Session& session, server::Executor& executor,
   limits.max_queue = static_cast<std::int64_t>(prompts.size());
   limits.max_tokens = session.max_context();
   limits.keeps_prefixes = false;
+  limits.lookup = session.options().lookup;
   server::Scheduler scheduler(executor, limits);
   std::vector<std::shared_ptr<Answers>> answers;
   std::vector<server::Scheduler::Submission> submissions;
@@ -478,7 +479,7 @@ void bind_llm(nb::module_& module) {
              const nb::object& weights, const nb::object& threads, const nb::object& max_context,
              const nb::object& chat_template, const nb::object& thinking, const nb::object& system,
              const nb::object& progress, const nb::object& comm, const nb::object& kv_type,
-             nb::dict sampling) {
+             const nb::object& lookup, nb::dict sampling) {
             const auto text = [](const nb::object& given, const char* name) {
               return as<std::string>(given, name, "a text");
             };
@@ -495,6 +496,7 @@ void bind_llm(nb::module_& module) {
             if (!system.is_none()) options.system = text(system, "system");
             require_callable(progress, "progress");
             options.progress = progress_of(progress);
+            options.lookup = as<std::int64_t>(lookup, "lookup", "a whole number");
             take_sampling(sampling, options.sampling);
             require_none_left(sampling);
             new (self) Llm(model, pruning, options, comm);
@@ -503,7 +505,7 @@ void bind_llm(nb::module_& module) {
           nb::arg("weights").none(), nb::arg("threads").none(), nb::arg("max_context").none(),
           nb::arg("chat_template").none(), nb::arg("thinking").none(), nb::arg("system").none(),
           nb::arg("progress").none(), nb::arg("comm").none(), nb::arg("kv_type").none(),
-          nb::arg("sampling"))
+          nb::arg("lookup").none(), nb::arg("sampling"))
       .def("session", &Llm::session)
       .def("resume", &Llm::resume, nb::arg("file"))
       .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens").none(),

@@ -178,6 +178,7 @@ class Append {
       }
       if (n_kept > 0) m_store.upload_lengths(m_exec, layer(i));
       if (!m_spans[i].rule.judges()) continue;
+      if (sequence(i).step >= 0) m_store.step_states[sequence(i).step].judges[m_layer] = true;
       const std::int64_t judged = m_heads * step(i).leaving;
       for (AppendCounts* counts : {&sum, &sequence(i).total}) {
         counts->judged += judged;

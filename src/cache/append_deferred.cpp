@@ -356,6 +356,7 @@ class DeferredAppend {
         for (int h = 0; h < m_heads; ++h) ++store.retained(h);
         store.deferred = true;
         if (m_spans[i].rule.judges()) {
+          if (sequence(i).step >= 0) m_store.step_states[sequence(i).step].judges[m_layer] = true;
           sequence(i).collected.judged += m_heads;
           sequence(i).total.judged += m_heads;
         }

@@ -131,6 +131,7 @@ struct StepState {
   std::vector<std::int64_t> ring_first;  // (layer)
   std::vector<std::int64_t> retained;    // (head)
   std::vector<std::int64_t> passed;      // (layer): tokens that the next state has seen
+  std::vector<bool> judges;              // (layer): whether a rule has judged rows
   AppendCounts total;
   AppendCounts collected;
   // Rows that leave the ring are saved first. Head h's rows are first_saved + h * saved_rows, …
@@ -285,6 +286,7 @@ class Store {
   // Kept between steps, so that a decode step allocates nothing.
   bool in_step = false;
   std::size_t n_step = 0;                          // sequences of the step
+  std::size_t n_ended = 0;                         // of the last step, if it has ended
   std::vector<StepState> step_states;              // of the step's sequences, and of earlier steps
   std::vector<PageId> spare_pages;                 // pages taken for the step, next one last
   std::vector<Replaced> replaced;                  // each entry still owns its page

@@ -45,6 +45,7 @@ class StepPreparation {
     state.tokens.resize(m_layers);
     state.ring_first.resize(m_layers);
     state.passed.assign(m_layers, 0);
+    state.judges.assign(m_layers, false);
     state.retained.assign(sequence.retained.data(),
                           sequence.retained.data() + sequence.retained.extent(0));
     state.total = sequence.total;
@@ -206,6 +207,7 @@ void KVCache::begin_step(const ExecutionSpace& exec, const std::vector<StepSpan>
     store.enter(exec, *sequence);
   }
   store.spare_pages.clear();
+  store.n_ended = 0;
   cache::or_out_of_memory("a step", 0, store.pool,
                           [&] { cache::StepPreparation(store, exec).run(spans); });
   for (std::size_t i = 0; i < spans.size(); ++i) called[i]->step = static_cast<int>(i);
@@ -220,7 +222,9 @@ void KVCache::end_step() {
   for (std::size_t i = 0; i < store.n_step && !store.shape.states.empty(); ++i) {
     cache::adopt_states(store, i);
   }
+  const std::size_t ended = store.n_step;
   store.close_step();
+  store.n_ended = ended;
 }
 
 void KVCache::cancel_step() {

@@ -213,6 +213,26 @@ Matrix AttentionBlock::log_sums(const Step& step, int layer, std::int64_t m) con
                                                : Matrix(m_log_sums.data(), m, q_heads);
 }
 
+// Attention of spans that run in turn: after each token but a span's last, the cache judges and
+// moves the rows that leave the ring.
+void AttentionBlock::attend_in_turn(Step& step, int layer, const RowRange& rows,
+                                    const Attended& heads) {
+  for (std::int64_t turn = 0; m_spans.list_turn(step, layer, rows, turn); ++turn) {
+    m_attention(step.exec, m_spans.spans(), heads.queries, step.new_keys(layer),
+                step.new_values(layer), heads.output, heads.lse);
+    m_appended.clear();
+    step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      const StepBatch::Span& span = step.spans()[s];
+      const std::int64_t row = begin + turn;
+      if (!step.runs_in_turn(span) || row >= std::min(end, span.first + span.count - 1)) return;
+      m_appended.push_back({span.sequence, row, 1, span.rule.eviction, is_scored(span.rule)});
+    });
+    if (m_appended.empty()) continue;
+    step.cache.append(step.exec, m_appended, layer, step.new_keys(layer), step.new_values(layer),
+                      step.new_scores(layer));
+  }
+}
+
 void AttentionBlock::attend(Step& step, int layer, const RowRange& rows, const Input& input) {
   const std::int64_t m = rows.count(), dim = step.head_dim(layer);
   const std::int64_t kv_heads = step.kv_heads(layer), q_heads = step.query_heads(layer);
@@ -232,6 +252,7 @@ void AttentionBlock::attend(Step& step, int layer, const RowRange& rows, const I
       m_attention(step.exec, m_spans.joined(), queries, m_spans.joined_keys(),
                   m_spans.joined_values(), attended, lse);
     }
+    if (step.is_pruned(layer)) attend_in_turn(step, layer, rows, {queries, attended, lse});
     if (has_sinks) add_sinks(step.exec, input.sinks, lse, attended);
   });
   // Before the next product overwrites the hidden states.

@@ -59,16 +59,24 @@ class AttentionBlock final : public TokenMixer {
   void project(Step& step, int layer, const RowRange& rows, const linalg::Matrix& x);
   void norm_tokens(Step& step, int layer, const linalg::Matrix& qkv, const linalg::Matrix& sums);
   linalg::Matrix log_sums(const Step& step, int layer, std::int64_t m) const;
+  /// The arrays of a call of attention.
+  struct Attended {
+    Attention::QueryView queries;
+    SpanAttention::Heads output;
+    LogSumExpView lse;
+  };
+  void attend_in_turn(Step& step, int layer, const RowRange& rows, const Attended& heads);
 
   PolicyBlock& m_policies;
   SharedHeadsBlock* m_shared;
   RopeAngles m_angles;
   AttentionSpans m_spans;
   SpanAttention m_attention;
-  LatentMaps m_latent;        // if the model has latent attention
-  Adapters m_adapters;        // of layers with shared weights
-  linalg::Vector m_squares;   // sums for norms of whole rows of queries and keys
-  linalg::Vector m_log_sums;  // of attention, if the model has sinks or ranks share a head
+  std::vector<AppendSpan> m_appended;  // by spans that run in turn
+  LatentMaps m_latent;                 // if the model has latent attention
+  Adapters m_adapters;                 // of layers with shared weights
+  linalg::Vector m_squares;            // sums for norms of whole rows of queries and keys
+  linalg::Vector m_log_sums;           // of attention, if the model has sinks or ranks share a head
 };
 
 }  // namespace kvzap::engine

@@ -49,6 +49,7 @@ void AttentionSpans::list(const Step& step, int layer, const RowRange& rows) {
   }
   step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = step.spans()[s];
+    if (step.runs_in_turn(span)) return;
     const AttentionSpan whole{step.cache.layer(span.sequence, owner), begin - rows.begin,
                               end - begin, span.first, end - span.first};
     if (m_shared && m_shared->is_split(step, s, layer)) {
@@ -57,6 +58,19 @@ void AttentionSpans::list(const Step& step, int layer, const RowRange& rows) {
       m_spans.push_back(whole);
     }
   });
+}
+
+bool AttentionSpans::list_turn(const Step& step, int layer, const RowRange& rows,
+                               std::int64_t turn) {
+  m_spans.clear();
+  m_joined.clear();
+  step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+    const StepBatch::Span& span = step.spans()[s];
+    if (!step.runs_in_turn(span) || begin + turn >= end) return;
+    m_spans.push_back(
+        {step.cache.layer(span.sequence, layer), begin + turn - rows.begin, 1, begin + turn, 1});
+  });
+  return !m_spans.empty();
 }
 
 // Every token sees the last `window` tokens. Attention takes such a window of new rows alone, so

@@ -17,8 +17,11 @@ class AttentionSpans {
   /// Reserves the rows that windows see, for sequences that have rows in rings. row_values: the
   /// most values that a layer's keys of a token have.
   void reserve(const Step& step, std::int64_t row_values);
-  /// Lists the spans of a layer for rows of the step.
+  /// Lists the spans of a layer for rows of the step. Spans that run in turn are left
+  /// to list_turn.
   void list(const Step& step, int layer, const RowRange& rows);
+  /// Lists row `turn` among `rows` of each span that runs in turn. Returns whether there is one.
+  bool list_turn(const Step& step, int layer, const RowRange& rows, std::int64_t turn);
   void release();
 
   /// Spans over the step's new rows.

@@ -30,10 +30,16 @@ SamplingOptions with_ends(SamplingOptions sampling, const std::vector<TokenId>& 
 
 }  // namespace
 
-Continuation::Continuation(const SamplingOptions& sampling, StopRules rules)
+Continuation::Continuation(const SamplingOptions& sampling, StopRules rules, std::int64_t lookup)
     : m_sampler(with_ends(sampling, rules.stop_ids)),
+      m_lookup(lookup),
       m_is_plain(sampling.is_plain()),
       m_rules(std::move(rules)) {}
+
+void Continuation::append_prompt(const std::vector<TokenId>& tokens) {
+  m_sampler.append_prompt(tokens);
+  for (const TokenId token : tokens) m_lookup.append(token);
+}
 
 TokenId Continuation::draw(const StepResult& result) {
   return m_is_plain && result.logits.empty() ? result.argmax : m_sampler(result.logits);
@@ -43,6 +49,14 @@ void Continuation::append(TokenId token) {
   m_tokens.push_back(token);
   m_sampler.append(token);
   m_is_complete = m_sampler.is_complete();
+  m_lookup.append(token);
+}
+
+std::vector<TokenId> Continuation::draft(std::int64_t positions, std::int64_t most) {
+  // The last token of an answer does not run.
+  most = std::min(most, m_rules.max_new_tokens - static_cast<std::int64_t>(m_tokens.size()) - 1);
+  if (m_rules.max_tokens > 0) most = std::min(most, m_rules.max_tokens - positions - 1);
+  return m_lookup.draft(most);
 }
 
 std::optional<StopReason> Continuation::end(std::int64_t positions) const {

@@ -206,8 +206,10 @@ void Decoder::reserve() {
     m_ring_spans.push_back({span.sequence, span.first, span.count, {}, false});
     scores = scores || span.rule.score;
     if (span.rule.policy && span.rule.policy->chooses) continue;
-    m_pruned_spans.push_back(
-        {span.sequence, span.first, span.count, span.rule.eviction, is_scored(span.rule)});
+    // Attention has appended all but the last token of a span that runs in turn.
+    const std::int64_t before = m_step.runs_in_turn(span) ? span.count - 1 : 0;
+    m_pruned_spans.push_back({span.sequence, span.first + before, span.count - before,
+                              span.rule.eviction, is_scored(span.rule)});
   }
   if (scores) m_scorer->reserve(m_step.most_rows());
 }

@@ -1,13 +1,27 @@
 // Steps of an engine: a policy's part is planned before, and cuts follow.
 #include <algorithm>
+#include <limits>
 
 #include "engine/engine_parts.hpp"
 
 namespace kvzap {
 
+using engine::SequencePruning;
 using engine::SequenceState;
 
 std::vector<StepResult> Engine::step(const StepBatch& batch, const ProgressCallback& progress) {
+  // The rows of a draft stay where they are until the caller has taken some of them back.
+  const bool has_drafts =
+      std::any_of(batch.spans().begin(), batch.spans().end(),
+                  [](const StepBatch::Span& span) { return span.rule.part == StepPart::draft; });
+  if (has_drafts) balance(batch);
+  std::vector<StepResult> results = step_of_policies(batch, progress);
+  if (!has_drafts) balance(batch);
+  return results;
+}
+
+std::vector<StepResult> Engine::step_of_policies(const StepBatch& batch,
+                                                 const ProgressCallback& progress) {
   const bool any = std::any_of(
       batch.spans().begin(), batch.spans().end(),
       [&](const StepBatch::Span& span) { return state_with_policy(span.sequence) != nullptr; });
@@ -48,8 +62,56 @@ std::vector<StepResult> Engine::step(const StepBatch& batch, const ProgressCallb
     m_parts->keeps_pages = true;
     run();
   }
-  balance(batch);
   return results;
+}
+
+void Engine::take_back(SequenceId sequence, std::int64_t count) {
+  m_parts->decoder.cache().take_back(sequence, count);
+}
+
+std::string Engine::why_no_drafts(const LoadedPruning& pruning, const PageFormat& format) const {
+  const CacheShape& shape = m_parts->decoder.cache().shape();
+  const ModelConfig& config = m_parts->model->config();
+  if (!shape.states.empty()) {
+    return "layers of the model have states, which cannot go back to an earlier token";
+  }
+  if (config.rope_depends_on_length()) {
+    return "the model's RoPE depends on the length of the text";
+  }
+  if (most_draft(0) < 1) return "a ring of the cache holds one token alone";
+  if (!pruning.prunes()) return why_not_in_turn(format.quantised());
+  if (pruning.pruning.decode.every > 0) return "rows are cut while the answer is generated";
+  const SequencePruning own(pruning, m_parts->scorer.get());
+  const bool judges = engine::rule_of(own, StepPart::draft, 0).eviction.judges();
+  if (judges && own.uses_policy) {
+    return fmt::format("policy {} judges generated tokens after attention", pruning.policy->name);
+  }
+  return why_not_in_turn(judges || format.quantised());
+}
+
+// See Step::runs_in_turn.
+std::string Engine::why_not_in_turn(bool is_needed) const {
+  const ModelConfig& config = m_parts->model->config();
+  for (std::int64_t l = 0; is_needed && l < config.num_hidden_layers; ++l) {
+    if (config.rows_of(l) != l && m_parts->decoder.cache().shape().has_pages(config.rows_of(l))) {
+      return "rows that several layers read change while the answer is generated";
+    }
+  }
+  return {};
+}
+
+std::int64_t Engine::most_draft(std::int64_t tokens) const {
+  const CacheShape& shape = m_parts->decoder.cache().shape();
+  const ModelConfig& config = m_parts->model->config();
+  std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
+    if (shape.keeps_rows(l)) most = std::min<std::int64_t>(most, shape.ring_rows(l));
+  }
+  if (config.embeds_positions) {
+    most = std::min<std::int64_t>(most, config.max_position_embeddings - tokens);
+  }
+  if (config.attention_top_k > 0) most = std::min(most, config.attention_top_k - tokens);
+  return std::max<std::int64_t>(0, most - 1);
 }
 
 bool Engine::is_pinned(SequenceId sequence) {
@@ -64,8 +126,11 @@ bool Engine::is_pinned(SequenceId sequence) {
 
 void Engine::balance(const StepBatch& batch) {
   if (communicator().size() == 1 || options().balance <= 0 || m_parts->keeps_pages) return;
-  // A decode step adds at most one row to a head.
-  const bool is_long = batch.tokens().size() > batch.spans().size();
+  // A decode step adds at most one row to a head, a draft a few.
+  const bool is_long =
+      std::any_of(batch.spans().begin(), batch.spans().end(), [](const StepBatch::Span& span) {
+        return span.count > 1 && span.rule.part != StepPart::draft;
+      });
   if (!is_long && --m_parts->until_balance > 0) return;
   m_parts->until_balance = options().page_rows;
   std::vector<SequenceId> sequences;

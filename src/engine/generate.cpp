@@ -5,12 +5,14 @@
 #include <utility>
 
 #include "base/stopwatch.hpp"
+#include "engine/throw_not_finite.hpp"
 
 namespace kvzap {
 namespace {
 
 using base::Clock;
 using base::seconds_since;
+using engine::throw_not_finite;
 
 /// The generator's state in a snapshot, beside token ids and logits.
 struct RunState {
@@ -96,16 +98,6 @@ RunState check_state(const SnapshotHeader& header, bool runs_whole, std::int64_t
     check(logits == vocab_size, "the number of logits", logits, vocab_size);
   }
   return state;
-}
-
-}  // namespace
-
-namespace {
-
-[[noreturn]] void throw_not_finite() {
-  throw AgreedError(
-      "the logits are not finite: weights or activations overflow (try dtype "
-      "bf16 or f32, or check the checkpoint)");
 }
 
 }  // namespace
@@ -399,7 +391,7 @@ void Generator::begin_answer() {
 }
 
 Answer Generator::answer(const std::vector<TokenId>& question, const AnswerOptions& options) {
-  Continuation begun(options.sampling, options);
+  Continuation begun(options.sampling, options, options.lookup);
   begin_answer();
   std::vector<TokenId> asked = question;  // may be m_question
   forget_answer();
@@ -414,7 +406,7 @@ Answer Generator::resume_answer(const AnswerOptions& options) {
   const std::vector<TokenId> earlier = answered();
   if (earlier.empty()) throw Error("the answer has no token from which to continue");
   check_whole();
-  Continuation resumed(options.sampling, options);
+  Continuation resumed(options.sampling, options, options.lookup);
   if (m_seed == options.sampling.seed) resumed.set_random_state(m_answer->random_state());
   m_answer.emplace(std::move(resumed));
   m_seed = options.sampling.seed;
@@ -497,15 +489,20 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
       }
       note();
     } else {
-      token =
-          has_step ? next(m_question, StepPart::question) : draw({-1, m_context_logits}, options);
+      token = has_step ? next(m_question, StepPart::question)
+                       : draw({-1, m_context_logits, {}}, options);
     }
     answer.question_seconds = seconds_since(start);
   }
   answer.pruned = report();
   start = Clock::now();
   auto end = said.end(m_engine->tokens(m_sequence));
+  const bool drafts = options.lookup > 0 && m_engine->why_no_drafts().empty();
   for (; !end; end = said.end(m_engine->tokens(m_sequence))) {
+    if (drafts && !said.tokens().empty()) {
+      const std::vector<TokenId> draft = said.draft(m_tokens, m_engine->most_draft(m_tokens));
+      if (!draft.empty() && run_draft(draft, options, greedy)) continue;
+    }
     if (!said.tokens().empty()) token = next({said.tokens().back()}, StepPart::generated);
     if (token < 0) throw_not_finite();
     said.append(token);
@@ -521,6 +518,7 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   answer.stop_reason = *end;
   m_has_ended = true;
   answer.tokens = said.tokens();
+  answer.drafts = said.drafts();
   answer.decode_seconds = seconds_since(start);
   trim();
   answer.cache = report();
@@ -549,6 +547,7 @@ std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& questio
 // Returns the sequence to write, and its context. Collective if a sequence must be made for it.
 Generator::SnapshotParts Generator::snapshot_parts(SnapshotInfo info) {
   if (m_phase == Phase::empty) throw Error("there is no context yet that could be written");
+  take_back_draft();
   SnapshotParts parts;
   const Phase phase = m_pristine >= 0 ? Phase::ready : m_phase;
   const bool answers = phase == Phase::answering;

@@ -57,7 +57,11 @@ std::vector<StepResult> OutputBlock::run(Step& step) {
   step.comm.all_reduce_max(m_argmax_keys.data(), outputs.n_argmax + 1);
   step.throw_if(m_argmax_keys[outputs.n_argmax]);
   for (std::int64_t o = 0; o < outputs.n_argmax; ++o) {
-    m_results[outputs.spans[o]].argmax = token_of_key(m_argmax_keys[o]);
+    StepResult& result = m_results[outputs.spans[o]];
+    result.argmax = token_of_key(m_argmax_keys[o]);
+    if (step.spans()[outputs.spans[o]].output == StepOutput::all_argmax) {
+      result.all_argmax.push_back(result.argmax);
+    }
   }
   if (outputs.n_logits() > 0) gather_logits(step);
   return std::move(m_results);

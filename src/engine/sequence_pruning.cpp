@@ -101,7 +101,11 @@ StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t que
     return rule;
   }
   const bool is_judged = judges(pruning, part);
-  if (!pruning.uses_policy) return scorer_rule(is_judged, threshold, sink);
+  if (!pruning.uses_policy) {
+    StepRule rule = scorer_rule(is_judged, threshold, sink);
+    if (part == StepPart::draft) rule.part = part;
+    return rule;
+  }
   StepRule rule;
   rule.part = part;
   rule.question = question;

@@ -16,9 +16,12 @@ void StepOutputs::list(const StepBatch& batch) {
     for (std::int64_t s = 0; s < n_spans; ++s) {
       const StepBatch::Span& span = batch.spans()[s];
       if (span.output == StepOutput::none) continue;
-      if ((span.output != StepOutput::argmax) != by_logits) continue;
+      const bool is_argmax =
+          span.output == StepOutput::argmax || span.output == StepOutput::all_argmax;
+      if (is_argmax == by_logits) continue;
       const std::int64_t end = span.first + span.count;
-      const bool is_each = span.output == StepOutput::all_logits;
+      const bool is_each =
+          span.output == StepOutput::all_logits || span.output == StepOutput::all_argmax;
       for (std::int64_t row = is_each ? span.first : end - 1; row < end; ++row) {
         spans.push_back(s);
         rows.push_back(row);

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "engine/new_rows.hpp"
 #include "engine/policy_step.hpp"
@@ -97,6 +98,16 @@ class Step {
   }
   const Model::Weights::Layer& weights(int layer) const { return model.weights().layers[layer]; }
   bool is_pruned(int layer) const { return cache.shape().has_pages(layer); }
+  /// Returns whether the span's tokens attend one after the other, each to the rows that its
+  /// predecessors have left: rows of a draft's tokens may be evicted or packed before the next
+  /// token sees them. Then only the last one is appended at the end of a layer. On hosts all drafts
+  /// do so where no layer reads rows of another: the kernel of single tokens gives the same bits as
+  /// without a draft, and finds most rows in the processor's caches after the first token.
+  bool runs_in_turn(const StepBatch::Span& span) const {
+    if (span.rule.part != StepPart::draft || span.count == 1) return false;
+    return span.rule.eviction.judges() || cache.shape().format.quantised() ||
+           (!base::machine().on_device() && m_new_rows.size() == 1);
+  }
   /// Returns the layer whose rows a layer reads, and whether it is another one.
   int rows_of(int layer) const { return static_cast<int>(config.rows_of(layer)); }
   bool shares_rows(int layer) const { return rows_of(layer) != layer; }

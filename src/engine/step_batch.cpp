@@ -24,6 +24,15 @@ void StepBatch::add(SequenceId sequence, const std::vector<TokenId>& tokens, con
   }
 }
 
+StepResult StepResult::after(std::size_t index, std::size_t count) const {
+  StepResult one;
+  if (!all_argmax.empty()) one.argmax = all_argmax.at(index);
+  const auto size = static_cast<std::ptrdiff_t>(logits.size() / count);
+  const auto first = logits.begin() + static_cast<std::ptrdiff_t>(index) * size;
+  one.logits.assign(first, first + size);
+  return one;
+}
+
 void StepBatch::clear() {
   m_spans.clear();
   m_tokens.clear();

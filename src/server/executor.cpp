@@ -19,8 +19,14 @@ Executor::~Executor() = default;
 /// As the engine decides for a sequence (Engine::can_hold, check_more_context).
 Executor::Traits Executor::traits_of(const Pruning& pruning) const {
   Traits traits;
+  LoadedPruning loaded;
+  loaded.pruning = pruning;
+  if (pruning.prunes()) loaded = load(pruning);
+  PageFormat packed;
+  packed.keys = packed.values = RowType::q8;
+  traits.drafts = engine().why_no_drafts(loaded, {}).empty();
+  traits.drafts_packed = engine().why_no_drafts(loaded, packed).empty();
   if (!pruning.prunes()) return traits;
-  const LoadedPruning loaded = load(pruning);
   engine().check(loaded);
   if (!loaded.policy || loaded.is_judged_by_scorer()) return traits;
   const PolicyChoice& choice = *loaded.policy;
@@ -194,6 +200,10 @@ std::vector<CacheReport> Executor::report(const std::vector<int>& handles) const
 
 Outcome Executor::operator()(const Plan& plan) {
   Outcome outcome;
+  for (const PlannedTakeBack& taken : plan.take_backs) {
+    const Held& held = m_sequences.at(taken.handle);
+    held.engine->take_back(held.id, taken.tokens);
+  }
   outcome.reports = report(plan.reports);
   for (const int handle : plan.frees) free(handle);
   if (plan.trims) m_engines.trim();

@@ -107,6 +107,10 @@ std::string metrics_text(const SchedulerCounts& counts, const ServedModel& model
              counts.prompt_tokens + counts.cached_tokens);
   to.counter({"kvzap_generation_tokens_total", "vllm:generation_tokens_total"}, "Generated tokens.",
              counts.new_tokens);
+  to.counter({"kvzap_drafted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"},
+             "Guessed tokens that steps have checked (--lookup).", counts.drafted_tokens);
+  to.counter({"kvzap_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"},
+             "Guessed tokens that became a part of an answer.", counts.accepted_tokens);
   to.counter({"kvzap_step_seconds_total"}, "Time in steps.", counts.step_seconds);
   to.counter({"kvzap_scheduler_seconds_total"}, "Time of the scheduler between steps.",
              counts.own_seconds);

@@ -39,6 +39,12 @@ void list_fields(PlannedFile& stored, Visit& visit) {
 }
 
 template <class Visit>
+void list_fields(PlannedTakeBack& taken, Visit& visit) {
+  visit("handle", taken.handle);
+  visit("tokens", taken.tokens);
+}
+
+template <class Visit>
 void list_fields(PlannedSpan& span, Visit& visit) {
   visit("handle", span.handle);
   visit("part", span.part);
@@ -51,6 +57,7 @@ void list_fields(PlannedSpan& span, Visit& visit) {
 
 template <class Visit>
 void list_fields(Plan& plan, Visit& visit) {
+  visit("take_backs", plan.take_backs);
   visit("reports", plan.reports);
   visit("frees", plan.frees);
   visit("trims", plan.trims);

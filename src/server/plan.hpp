@@ -46,9 +46,16 @@ struct PlannedFile {
   std::shared_ptr<const SnapshotInfo> info;
 };
 
+/// Tokens of a draft that a sequence's last step has run and the answer does not have.
+struct PlannedTakeBack {
+  int handle = -1;
+  std::int64_t tokens = 0;
+};
+
 /// One message. Rank 0 chooses the handles of sequences. The executor acts in the order of members.
 /// The sequences of the spans have one engine.
 struct Plan {
+  std::vector<PlannedTakeBack> take_backs;
   std::vector<int> reports;  // sequences whose state is reported
   std::vector<int> frees;
   bool trims = false;

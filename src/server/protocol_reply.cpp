@@ -30,6 +30,11 @@ OrderedJson usage_of(const TokenCounts& counts) {
   usage["completion_tokens"] = counts.generated;
   usage["total_tokens"] = counts.prompt + counts.generated;
   usage["prompt_tokens_details"] = {{"cached_tokens", counts.cached}};
+  if (counts.drafts.drafted > 0) {
+    usage["completion_tokens_details"] = {
+        {"accepted_prediction_tokens", counts.drafts.accepted},
+        {"rejected_prediction_tokens", counts.drafts.drafted - counts.drafts.accepted}};
+  }
   return usage;
 }
 
@@ -113,6 +118,8 @@ TokenCounts ReplyWriter::count(const std::vector<Ending>& endings) const {
   TokenCounts counts;
   for (std::size_t i = 0; i < endings.size(); ++i) {
     counts.generated += endings[i].new_tokens;
+    counts.drafts.drafted += endings[i].drafts.drafted;
+    counts.drafts.accepted += endings[i].drafts.accepted;
     if (i % static_cast<std::size_t>(m_choices) != 0) continue;
     counts.prompt += endings[i].prompt_tokens;
     counts.cached += endings[i].cached_tokens;

@@ -382,6 +382,7 @@ std::vector<int> Scheduler::Impl::take_frees(const Plan& plan) {
 Outcome Scheduler::Impl::carry_out(Plan& plan) {
   const Communicator& comm = m_executor.engine().communicator();
   if (m_is_asleep) parallel::meet_asleep(comm);
+  plan.take_backs = std::exchange(m_to_take_back, {});
   share(plan, comm);
   const auto start = base::Clock::now();
   Outcome outcome = m_executor(plan);

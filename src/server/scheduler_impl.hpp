@@ -47,6 +47,7 @@ class Scheduler::Impl {
     std::int64_t rows = 0;
     std::int64_t logit_rows = 0;  // of prompts whose log probabilities are reported
     bool has_chunk = false;
+    std::int64_t draft = 0;  // most tokens of a sequence's draft
   };
 
   // Queue and loop.
@@ -78,6 +79,7 @@ class Scheduler::Impl {
   bool admit(Sequence& sequence, Plan& plan);
   bool add_span(Sequence& sequence, Room& room, Plan& plan);
   void add_answer_span(Sequence& sequence, Room& room, Plan& plan);
+  void add_draft(Sequence& sequence, const Room& room, PlannedSpan& span);
   PrefixTree::Found best_start(const Job& job);
   bool waits_for_prefix(const Sequence& sequence);
   bool leaves_whole_state(const Sequence& sequence, std::size_t segment) const;
@@ -95,6 +97,7 @@ class Scheduler::Impl {
   void take_lost(Sequence& sequence);
   void advance(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
   void report_prompt(Sequence& sequence, const PlannedSpan& span, const StepResult& result) const;
+  void advance_draft(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
   void draw(Sequence& sequence, const StepResult& result);
   void begin_answers(Sequence& sequence, const StepResult& result);
   void begin_other_choices(Sequence& first, const StepResult& result);
@@ -126,11 +129,13 @@ class Scheduler::Impl {
   std::deque<std::unique_ptr<Sequence>> m_waiting;  // in order of arrival
   Sequences m_ended;
   std::vector<int> m_to_free;
+  std::vector<PlannedTakeBack> m_to_take_back;
   int m_next_handle = 0;
   double m_keep_ratio = 1;
-  PageFormat m_turn;         // of the sequences of the last step
-  bool m_is_asleep = false;  // the other ranks
-  bool m_is_full = false;    // a sequence was preempted, and none has ended since
+  PageFormat m_turn;            // of the sequences of the last step
+  bool m_is_asleep = false;     // the other ranks
+  bool m_omits_drafts = false;  // the last step had no memory for them
+  bool m_is_full = false;       // a sequence was preempted, and none has ended since
   double m_last_look = -1;
   /// A kept state that shall get a file.
   struct ToStore {

@@ -78,6 +78,10 @@ struct Sequence {
   bool reports_prompt() const {
     return request().prompt_logprobs && !is_prompt_run() && job->reported < job->prompt_tokens;
   }
+  /// Whether a step can check drafts of its answer.
+  bool drafts() const {
+    return page_format().quantised() ? job->traits.drafts_packed : job->traits.drafts;
+  }
   std::int64_t prompt_left() const { return is_prompt_run() ? 0 : job->prompt_tokens - tokens; }
   /// Tokens that run before the next new token.
   std::int64_t left_to_read() const;

@@ -168,6 +168,18 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
   return true;
 }
 
+/// Asks for the output after the last token of an answer, and adds a draft of its next tokens.
+void Scheduler::Impl::add_draft(Sequence& sequence, const Room& room, PlannedSpan& span) {
+  span.output = output_of(sequence.request());
+  const std::int64_t most = std::min(room.draft, m_executor.engine().most_draft(sequence.tokens));
+  if (most < 1 || !sequence.drafts()) return;
+  const std::vector<TokenId> draft = sequence.said->draft(sequence.tokens, most);
+  if (draft.empty()) return;
+  span.part = StepPart::draft;
+  span.tokens.insert(span.tokens.end(), draft.begin(), draft.end());
+  span.output = span.output == StepOutput::argmax ? StepOutput::all_argmax : StepOutput::all_logits;
+}
+
 /// Adds the next token of an answer. After a preemption: several known tokens at once, unless each
 /// is judged.
 void Scheduler::Impl::add_answer_span(Sequence& sequence, Room& room, Plan& plan) {
@@ -181,8 +193,8 @@ void Scheduler::Impl::add_answer_span(Sequence& sequence, Room& room, Plan& plan
   span.part = StepPart::generated;
   const auto first = sequence.answered().begin() + static_cast<std::ptrdiff_t>(sequence.fed);
   span.tokens.assign(first, first + count);
-  if (known == 1) span.output = output_of(request);
-  room.rows -= count;
+  if (known == 1) add_draft(sequence, room, span);
+  room.rows -= static_cast<std::int64_t>(span.tokens.size());
   plan.spans.push_back(std::move(span));
 }
 
@@ -385,6 +397,12 @@ void Scheduler::Impl::add_prompts(const PageFormat& format, std::int64_t rows, P
 Plan Scheduler::Impl::make_plan(const PageFormat& format, std::vector<Sequence*>& in_step) {
   Plan plan;
   Room room{m_options.max_batch_tokens};
+  const auto decoding =
+      std::count_if(m_running.begin(), m_running.end(), [&](const auto& sequence) {
+        return sequence->is_decoding() && sequence->page_format() == format;
+      });
+  // A step of many sequences is limited by arithmetic, and guesses would cost as much as tokens.
+  if (!m_omits_drafts) room.draft = m_options.lookup / std::max<std::int64_t>(1, decoding);
   for (const auto& sequence : m_running) {
     if (!sequence->is_decoding() || sequence->page_format() != format) continue;
     add_span(*sequence, room, plan);

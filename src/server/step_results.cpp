@@ -89,6 +89,11 @@ void Scheduler::Impl::take_lost(Sequence& sequence) {
 void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
                                    const std::vector<Sequence*>& in_step) {
   if (!outcome.not_made.empty()) return take_not_made(outcome.not_made);
+  m_omits_drafts = outcome.out_of_memory && !m_omits_drafts &&
+                   std::any_of(plan.spans.begin(), plan.spans.end(), [](const PlannedSpan& span) {
+                     return span.part == StepPart::draft;
+                   });
+  if (m_omits_drafts) return;
   if (outcome.out_of_memory) {
     if (!make_room()) fail(*m_running.front()->job, too_long, false);
     return;
@@ -139,6 +144,7 @@ bool Scheduler::Impl::evicts(const Sequence& sequence, const PlannedSpan& span) 
 /// Moves a sequence past the tokens that have run.
 void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
                               const StepResult& result) {
+  if (span.part == StepPart::draft) return advance_draft(sequence, span, result);
   const auto count = static_cast<std::int64_t>(span.tokens.size());
   sequence.tokens += count;
   const bool forgets = !m_executor.engine().keeps_beginnings(sequence.tokens);
@@ -212,6 +218,37 @@ void Scheduler::Impl::begin_answers(Sequence& sequence, const StepResult& result
   draw(sequence, result);
 }
 
+/// Draws tokens after a generated token and its draft, up to the first that is not the draft's.
+void Scheduler::Impl::advance_draft(Sequence& sequence, const PlannedSpan& span,
+                                    const StepResult& result) {
+  const std::size_t count = span.tokens.size();
+  std::int64_t accepted = 0;
+  std::size_t run = 0;  // tokens of the span that the answer has
+  for (bool goes_on = true; goes_on; ++run) {
+    const std::size_t index = run;
+    ++sequence.tokens;
+    append_answer(sequence.key, {span.tokens[index]}, sequence.fed == 0);
+    const bool forgets = !m_executor.engine().keeps_beginnings(sequence.tokens);
+    if (forgets || evicts(sequence, span)) sequence.whole_from = length_of(sequence.key);
+    ++sequence.fed;
+    draw(sequence, result.after(index, count));
+    if (sequence.job->is_dead) return;  // it is freed
+    const bool is_accepted =
+        index + 1 < count && sequence.answered().back() == span.tokens[index + 1];
+    goes_on = is_accepted && !sequence.has_ended;
+    accepted += is_accepted ? 1 : 0;
+  }
+  sequence.said->judge_draft(accepted);
+  {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    m_counts.drafted_tokens += static_cast<std::int64_t>(count) - 1;
+    m_counts.accepted_tokens += accepted;
+  }
+  if (run < count) {
+    m_to_take_back.push_back({sequence.handle, static_cast<std::int64_t>(count - run)});
+  }
+}
+
 /// Forks the other choices of a request from the first, whose prompt has run.
 void Scheduler::Impl::begin_other_choices(Sequence& first, const StepResult& result) {
   Plan plan;
@@ -261,8 +298,9 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   if (!sequence.said) {
     SamplingOptions sampling = request.sampling;
     sampling.seed += static_cast<std::uint64_t>(sequence.choice);
-    sequence.said.emplace(
-        sampling, StopRules{request.max_new_tokens, request.stop_ids, m_options.max_tokens});
+    sequence.said.emplace(sampling,
+                          StopRules{request.max_new_tokens, request.stop_ids, m_options.max_tokens},
+                          sequence.drafts() ? m_options.lookup : 0);
     for (const Segment& segment : request.prompt) sequence.said->append_prompt(segment.tokens);
   }
   TokenId token = -1;
@@ -334,6 +372,7 @@ void Scheduler::Impl::end_answers() {
     ending.evict_ratio = report.evict_ratio();
     ending.full_kv_bytes = report.full_bytes;
     ending.kv_bytes = report.own_bytes;
+    ending.drafts = sequence.said->drafts();
     m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
     sequence.job->listener->on_end(sequence.choice, ending);
     {

@@ -205,6 +205,10 @@ void Session::Shared::set_up(const fs::path& given) {
   comm.agree_on_root([&] {
     tokenizer = Tokenizer::load(folder);
     if (!options.chat_template) return;
+    if (options.lookup < 0 || options.lookup > PromptLookup::most_tokens) {
+      throw Error(
+          fmt::format("lookup is {}; expected 0 to {}", options.lookup, PromptLookup::most_tokens));
+    }
     if (options.system) files::require_utf8(*options.system, "system");
     chat_template = ChatTemplate::detect(folder);
     form = session::PromptForm::of_template(*chat_template, options.thinking, options.system);
@@ -321,6 +325,7 @@ std::string Session::Impl::generate(const AskOptions& ask_options, bool streams)
   answer_options.sampling = ask_options.sampling
                                 ? session::with_rules(*ask_options.sampling, *shared->rules)
                                 : shared->options.sampling;
+  answer_options.lookup = shared->options.lookup;
   answer_options.on_token = [&](TokenId) {
     if (streams && comm.all_reduce_max(std::int64_t{stops ? 1 : 0}) != 0) {
       throw session::Stopped{1};

@@ -1359,6 +1359,25 @@ class Prefixes(ServerTest):
         self.stop(server)
 
 
+class Lookup(ServerTest):
+    def test_answers_and_counts(self):
+        for flags in (PRUNED, [*PRUNED, "--prune", "always"]):
+            plain, server = self.start(*flags), self.start(*flags, "--lookup", "6", ranks=2)
+            for question in (CASE["context"], *Prefixes.QUESTIONS):
+                ask = asking(CASE["context"] + question, max_tokens=40, ignore_eos=True, temperature=0)
+                expected, reply = plain.post(CHAT, ask), server.post(CHAT, ask)
+                self.assertEqual(text_of(reply), text_of(expected))
+                self.assertAlmostEqual(reply["kvzap"]["evict_ratio"], expected["kvzap"]["evict_ratio"], places=9)
+                self.assertNotIn("completion_tokens_details", expected["usage"])
+            details = reply["usage"]["completion_tokens_details"]
+            metrics = server.metrics()
+            self.assertGreaterEqual(metrics["kvzap_accepted_tokens_total"], details["accepted_prediction_tokens"])
+            self.assertGreater(metrics["kvzap_drafted_tokens_total"], metrics["kvzap_accepted_tokens_total"])
+            self.assertEqual(plain.metrics()["kvzap_drafted_tokens_total"], 0)
+            self.stop(plain)
+            self.stop(server)
+
+
 class Policies(ServerTest):
     """Policies that requests name, and amounts of their own."""
 

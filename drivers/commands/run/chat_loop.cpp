@@ -227,6 +227,7 @@ bool ChatLoop::run_answer() {
     options.max_tokens = m_run.limit - static_cast<std::int64_t>(m_between.size()) - 1;
   }
   options.sampling = m_settings.sampling;
+  options.lookup = m_run.options.lookup;
   options.sampling.seed += m_tries;  // /regenerate draws other tokens
   options.progress = m_run.progress;
   options.on_token = [&](TokenId) {

@@ -285,6 +285,15 @@ std::string answer_heading(std::size_t number, const std::string& question) {
   return fmt::format("[{}] {}", number, line.empty() ? "(no question)" : line);
 }
 
+namespace {
+
+void add_drafts(ordered_json& answer, const DraftCounts& drafts) {
+  answer["drafted_tokens"] = drafts.drafted;
+  answer["accepted_tokens"] = drafts.accepted;
+}
+
+}  // namespace
+
 ordered_json to_json(const RunReport& report, const RunOptions& options) {
   ordered_json json;
   json["format"] = "kvzap.run";
@@ -313,6 +322,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                      {"balance", cache.balance},
                      {"trim", cache.trim}};
   json["options"].update(sampling_json(options.sampling, options.sampling_flags));
+  json["options"]["lookup"] = options.lookup;
   if (cache.pruning.prefill == PrefillMode::sparse) json["options"]["chunk"] = cache.pruning.chunk;
   if (!report.surrogate_kind.empty()) {
     json["surrogate"] = {{"path", options.pruning.surrogate}, {"kind", report.surrogate_kind}};
@@ -363,6 +373,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                            {"scoring_seconds", scoring_seconds(item.answer.cache, *before)},
                            {"pruning_seconds", pruning_seconds(item.answer.cache, *before)},
                            {"cache", cache_json(item.answer.cache, scores)}};
+    if (options.lookup > 0) add_drafts(answer, item.answer.drafts);
     if (options.json_token_ids && i < report.question_ids.size()) {
       answer["question_ids"] = report.question_ids[i];
     }
@@ -531,6 +542,10 @@ std::string to_text(const RunReport& report, const RunOptions& options) {
         report.answers.size() > 1 ? fmt::format("[{}] ", i + 1) : "",
         files::counted(item.answer.question_tokens, "token"), item.answer.question_seconds,
         files::counted(item.answer.tokens.size(), "new token"), decode_ms(item.answer)));
+    const DraftCounts& drafts = item.answer.drafts;
+    if (drafts.drafted == 0) continue;
+    line(fmt::format("         {} of {} guessed tokens accepted (--lookup)", drafts.accepted,
+                     drafts.drafted));
   }
   text += snapshots_text(report);
   return text;

@@ -306,6 +306,7 @@ void Run::load() {
     if (!is_to_be_kept) stop_here_if_asked();
   };
   m_generator = make_generator(m_options, m_texts, *m_setup, m_comm, m_progress, m_report);
+  warn_of_lookup(m_generator->engine(), m_options.lookup, m_talks);
 }
 
 void Run::set_up_conversation() {
@@ -463,6 +464,7 @@ void Run::answer(std::size_t question) {
   options.stop_ids = m_stop_ids;
   options.max_tokens = m_limit;
   options.sampling = m_options.sampling;
+  options.lookup = m_options.lookup;
   options.progress = m_progress;
   options.on_token = [&](TokenId) {
     m_bar.clear();

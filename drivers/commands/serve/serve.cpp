@@ -24,6 +24,7 @@
 
 #include "commands/run/prompt.hpp"
 #include "commands/serve/store.hpp"
+#include "commands/support/generator_setup.hpp"
 #include "commands/support/model_loading.hpp"
 #include "commands/support/policy_setup.hpp"
 #include "commands/support/setup.hpp"
@@ -402,6 +403,7 @@ int Serving::run(Engine& engine) {
   };
   m_options.scheduling.max_prefix_bytes = prefix_limit(engine);
   m_options.scheduling.store = m_store.get();
+  warn_of_lookup(engine, m_options.scheduling.lookup, m_talks);
   Scheduler scheduler(executor, m_options.scheduling);
   if (m_own) return answer_own(scheduler, executor);
   m_http->open(m_model, scheduler,
@@ -565,6 +567,7 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
   declare_context(app, o);
   declare_pruning(app, o);
   declare_sampling(app, o.sampling, o.sampling_flags, "Generation");
+  declare_lookup(app, o.scheduling.lookup, "Generation");
   declare_console(app, o);
   const auto describe = [&](const char* name, const char* text) {
     app.get_option(name)->description(text);
@@ -645,6 +648,7 @@ void check_options(const ServeOptions& o) {
   use.has_question = false;
   validate(o, use);
   check_sampling(o.sampling, o.sampling_flags);
+  check_lookup(o.scheduling.lookup);
   require(o.port >= 0 && o.port <= most_port,
           fmt::format("--port is {}; expected 0 (any) to {}", o.port, most_port));
   require(!server_name(o.host).empty(),

@@ -3,6 +3,7 @@
 #include <kvzap/engine/learn_from_texts.hpp>
 
 #include "base/stopwatch.hpp"
+#include "console/console.hpp"
 #include "parallel/message.hpp"
 
 namespace kvzap::driver {
@@ -25,6 +26,12 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Texts
     report.texts = static_cast<std::int64_t>(texts.size());
   }
   return generator;
+}
+
+void warn_of_lookup(const Engine& engine, std::int64_t lookup, bool talks) {
+  const std::string why = engine.why_no_drafts();
+  if (!talks || lookup == 0 || why.empty()) return;
+  say("kvzap: warning: --lookup has no effect: {}\n", why);
 }
 
 }  // namespace kvzap::driver

@@ -19,4 +19,7 @@ std::unique_ptr<Generator> make_generator(const RunOptions& options, const Texts
                                           const ModelSetup& setup, const Communicator& comm,
                                           const ProgressCallback& progress, RunReport& report);
 
+/// Warns on standard error if --lookup is above 0 and has no effect (Engine::why_no_drafts).
+void warn_of_lookup(const Engine& engine, std::int64_t lookup, bool talks);
+
 }  // namespace kvzap::driver

@@ -143,6 +143,19 @@ class KVCache {
   void end_step();
   /// Ends the step and returns its sequences to their state before it.
   void cancel_step();
+  /// Takes back the last `count` tokens of a sequence, which the last step has appended. The
+  /// sequence becomes what it would be if the step had not had them: rows that they had pushed out
+  /// of a ring return to it, and pages that these rows do not need become free.
+  ///
+  /// Call it after end_step, before any other function changes the cache; also several times.
+  /// Allocates nothing, and waits. Throws Error if the sequence was not in the last step or has got
+  /// fewer tokens in it, if the step gave it more tokens than a ring has rows, and if a layer has a
+  /// state.
+  void take_back(const ExecutionSpace& exec, SequenceId sequence, std::int64_t count);
+  /// take_back on ExecutionSpace().
+  void take_back(SequenceId sequence, std::int64_t count) {
+    take_back(ExecutionSpace(), sequence, count);
+  }
   /// Returns whether a step has begun and not ended.
   bool in_step() const;
 

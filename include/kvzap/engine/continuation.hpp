@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <kvzap/core/types.hpp>
+#include <kvzap/engine/prompt_lookup.hpp>
 #include <kvzap/engine/sampler.hpp>
 #include <kvzap/engine/step_batch.hpp>
 #include <optional>
@@ -29,11 +30,12 @@ std::string_view name_of(StopReason reason);
 /// One answer as it is generated. It draws tokens and keeps them; the caller runs them.
 class Continuation {
  public:
-  /// Throws Error as check(SamplingOptions) does.
-  Continuation(const SamplingOptions& sampling, StopRules rules);
+  /// `lookup`: the most tokens of a draft; 0: there are no drafts. Throws Error as
+  /// check(SamplingOptions) does.
+  Continuation(const SamplingOptions& sampling, StopRules rules, std::int64_t lookup = 0);
 
   /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.
-  void append_prompt(const std::vector<TokenId>& tokens) { m_sampler.append_prompt(tokens); }
+  void append_prompt(const std::vector<TokenId>& tokens);
 
   /// What a step must return for `draw`.
   StepOutput output() const { return m_is_plain ? StepOutput::argmax : StepOutput::logits; }
@@ -44,6 +46,14 @@ class Continuation {
   /// Throws Error if a grammar forbids the token.
   void append(TokenId token);
   const std::vector<TokenId>& tokens() const { return m_tokens; }
+
+  /// Returns guesses of the tokens after the last one (PromptLookup): at most `most`, and no more
+  /// than may follow. `positions`: as in `end`. A caller that runs them together with the last
+  /// token draws after each, as long as the token drawn is the guess.
+  std::vector<TokenId> draft(std::int64_t positions, std::int64_t most);
+  /// Tells how many tokens of the draft were drawn, too.
+  void judge_draft(std::int64_t accepted) { m_lookup.judge(accepted); }
+  const DraftCounts& drafts() const { return m_lookup.counts(); }
 
   /// Returns why the answer ends here, or nothing if it continues. `positions`: of the sequence
   /// before its last token runs. The last token that fits still gets a successor, but that
@@ -60,6 +70,7 @@ class Continuation {
 
  private:
   Sampler m_sampler;
+  PromptLookup m_lookup;
   bool m_is_plain;
   StopRules m_rules;
   std::vector<TokenId> m_tokens;

@@ -159,6 +159,21 @@ class Engine {
   /// its layers may be cut, and the caller must free it.
   std::vector<StepResult> step(const StepBatch& batch, const ProgressCallback& progress = {});
 
+  /// Takes back the last `count` tokens of a span of the last step with StepPart::draft. The
+  /// sequence becomes what it would be if its other tokens had run alone, one by one: the same rows
+  /// stay. Call it before any other function changes the sequence or another step runs; also
+  /// several times. Does not communicate. Throws Error if the step has left fewer tokens.
+  void take_back(SequenceId sequence, std::int64_t count);
+  /// Returns why a step cannot check drafts (StepPart::draft) of a sequence with this pruning and
+  /// these pages, or an empty text if it can. A draft is refused if its tokens would not run as
+  /// they run one by one, or could not be taken back exactly.
+  std::string why_no_drafts(const LoadedPruning& pruning, const PageFormat& format) const;
+  /// Returns the same for the engine's own pruning and pages.
+  std::string why_no_drafts() const { return why_no_drafts(options(), options().page_format); }
+  /// Returns the most tokens that a draft may have behind a generated token, which follows `tokens`
+  /// tokens: rings and positions bound it.
+  std::int64_t most_draft(std::int64_t tokens) const;
+
   /// Begins a step of a model that runs outside of the library. The caller computes everything but
   /// attention: after begin_step it calls `attend` once for each layer, in order, then end_step.
   /// The ids of the batch's tokens are not used, and no span has an output. Attention, scoring,
@@ -332,6 +347,10 @@ class Engine {
   // Returns whether a checkpoint of the sequence exists: it knows the lengths of page lists.
   bool is_pinned(SequenceId sequence);
 
+  // A step without what follows on ranks.
+  std::vector<StepResult> step_of_policies(const StepBatch& batch,
+                                           const ProgressCallback& progress);
+  std::string why_not_in_turn(bool is_needed) const;
   // Copies the batch and plans the part of each policy in it.
   void plan(const StepBatch& batch);
   // Plans the policy's part in a span of the batch.

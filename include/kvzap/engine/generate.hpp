@@ -29,6 +29,10 @@ struct AnswerOptions : StopRules {
   /// and with an empty vector elsewhere. It may be set on some ranks only. Greedy answers are
   /// faster without it, because no step then returns logits.
   std::function<void(const std::vector<float>&)> on_logits;
+  /// The most tokens that a step checks at once: prompt lookup decoding (PromptLookup). 0: each
+  /// step runs one token. The answer is the same, up to the order of sums in products. Nothing is
+  /// drafted where Engine::why_no_drafts gives a reason.
+  std::int64_t lookup = 0;
 };
 
 /// The tokens of an answer, the reason for its end, and its times.
@@ -40,6 +44,7 @@ struct Answer {
   double decode_seconds = 0;    // of the steps after the question, or after the answer resumed
   CacheReport pruned;           // before the first generated token, or before it resumed
   CacheReport cache;            // at the end
+  DraftCounts drafts;           // of AnswerOptions::lookup, since the answer began or resumed
 };
 
 /// One sequence of an engine: prefill once, then answer any number of questions about the context.
@@ -204,6 +209,8 @@ class Generator {
   void begin_answer();
   void forget_answer();
   TokenId draw(const StepResult& result, const AnswerOptions& options);
+  bool run_draft(const std::vector<TokenId>& draft, const AnswerOptions& options, bool greedy);
+  void take_back_draft();
   Answer generate(const AnswerOptions& options, const std::vector<TokenId>& earlier);
   std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output,
                                     const ProgressCallback& progress);
@@ -224,6 +231,7 @@ class Generator {
   // Describes the sequence as of its last completed step. A step that fails halfway leaves more
   // tokens.
   std::int64_t m_tokens = 0;
+  bool m_has_draft = false;  // whether the sequence may have tokens of a draft beyond these
   std::vector<TokenId> m_question;
   std::optional<Continuation> m_answer;  // if one has begun
   bool m_has_ended = false;              // whether the answer has ended

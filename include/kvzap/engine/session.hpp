@@ -53,6 +53,8 @@ struct SessionOptions {
   /// How answers are drawn. repetition_penalty, suppress_tokens and bad_words always come from the
   /// model's generation_config.json.
   SamplingOptions sampling;
+  /// The most guessed tokens that a step checks: AnswerOptions::lookup.
+  std::int64_t lookup = 0;
   /// Called with "load", "prefill", "question" or "repeat", the steps done and those in total. An
   /// exception that it throws ends the call; a reading then leaves no context.
   ProgressCallback progress;

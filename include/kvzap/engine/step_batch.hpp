@@ -19,7 +19,8 @@ enum class StepPart {
   question,   // a question about a context that was pruned before
   generated,  // a question about a context that is already pruned
   whole,      // context and question together; see StepRule::question
-  held        // a part of a context that is judged as a whole: Engine::judge_context
+  held,       // a part of a context that is judged as a whole: Engine::judge_context
+  draft       // a generated token and guesses of those that follow it: Engine::take_back
 };
 
 /// The treatment of a span's new pairs and of the pairs that they push out of the ring.
@@ -37,10 +38,11 @@ struct StepRule {
 
 /// The requested output for the token after a span's last token, or after each of its tokens.
 enum class StepOutput {
-  none,       // none: a chunk of a prompt that continues
-  argmax,     // the token with the largest logit, on every rank; no logits leave a device
-  logits,     // all logits, on rank 0
-  all_logits  // the logits after each token of the span, on rank 0
+  none,        // none: a chunk of a prompt that continues
+  argmax,      // the token with the largest logit, on every rank; no logits leave a device
+  logits,      // all logits, on rank 0
+  all_logits,  // the logits after each token of the span, on rank 0
+  all_argmax   // the token with the largest logit after each token of the span, on every rank
 };
 
 /// Spans of consecutive new tokens of any length, each of another sequence. A batch can mix chunks
@@ -92,6 +94,12 @@ struct StepResult {
   /// On rank 0 if requested, otherwise empty: (vocab_size), or with StepOutput::all_logits (tokens
   /// of the span, vocab_size).
   std::vector<float> logits;
+  /// With StepOutput::all_argmax: `argmax` after each token of the span. Otherwise empty.
+  std::vector<TokenId> all_argmax;
+
+  /// Returns the result after token `index` of a span of `count` tokens, if outputs after all of
+  /// them were requested.
+  StepResult after(std::size_t index, std::size_t count) const;
 };
 
 /// Thrown if a rank had no memory for a step. Every rank throws it, and no sequence has changed on

@@ -25,6 +25,8 @@ class Executor {
     bool holds = true;     // a context may run in several steps (Engine::can_hold)
     bool goes_on = true;   // more context may follow a state that other sequences are forked from
     bool repeats = false;  // the model repeats the context, so that there can be only one
+    bool drafts = false;   // a step can check drafts (Engine::why_no_drafts)
+    bool drafts_packed = false;  // the same if pages store quantised rows
   };
   using TraitsOf = std::function<Traits(const Pruning&)>;
   using Load = std::function<LoadedPruning(const Pruning&)>;

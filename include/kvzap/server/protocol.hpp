@@ -162,6 +162,7 @@ struct TokenCounts {
   std::int64_t prompt = 0;  // of all prompts
   std::int64_t cached = 0;  // prompt tokens that were in the cache from an earlier request
   std::int64_t generated = 0;
+  DraftCounts drafts;
 };
 
 /// Writes the reply to one request: either `body`, or the events of a stream. The model must

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <kvzap/engine/prompt_lookup.hpp>
 #include <kvzap/engine/sampler.hpp>
 #include <kvzap/server/executor.hpp>
 #include <optional>
@@ -83,6 +84,7 @@ struct Ending {
   std::int64_t full_kv_bytes = 0;
   /// The stop text before which the listener has cut the answer. The scheduler leaves it empty.
   std::string stop;
+  DraftCounts drafts;
 };
 
 /// Receives the answers to a request. The scheduler's thread calls it, so it must return quickly.

@@ -38,6 +38,9 @@ struct SchedulerOptions {
   std::size_t max_prefix_bytes = 0;
   /// Files of kept states, which outlive the server; null: none. It must outlive the scheduler.
   PrefixStore* store = nullptr;
+  /// The most tokens that the drafts of a step have together (PromptLookup), divided evenly among
+  /// the decoding sequences; 0: none. Answers stay the same.
+  std::int64_t lookup = 0;
 };
 
 /// Totals since the start, and the current state.
@@ -48,6 +51,8 @@ struct SchedulerCounts {
   std::int64_t prompt_tokens = 0;  // that ran
   std::int64_t cached_tokens = 0;  // that did not run, because a kept state has them
   std::int64_t new_tokens = 0;
+  std::int64_t drafted_tokens = 0;   // that drafts have had
+  std::int64_t accepted_tokens = 0;  // of these, the ones that became a part of the answer
   std::int64_t prefixes_evicted = 0;
   double step_seconds = 0;                     // in the engine
   double own_seconds = 0;                      // planning, sampling, calls of listeners

@@ -160,7 +160,7 @@ class SchedulerTest : public ::testing::Test {
   void serve(const Work& work) {
     const auto served = engine();
     Executor executor(*served, {}, [&](const Pruning&) {
-      return Executor::Traits{holds, holds, false};
+      return Executor::Traits{holds, holds, false, true, true};
     });
     if (comm.is_root()) {
       Scheduler scheduler(executor, scheduling);
@@ -232,6 +232,85 @@ TEST_F(SchedulerTest, AnswersAreThoseOfGenerators) {
       SCOPED_TRACE(std::string(name_of(prune)) + " " + std::string(name_of(prefill)));
       expect_answers(all, answers_of(all));
     }
+  }
+}
+
+TEST_F(SchedulerTest, DraftsChangeNoAnswer) {
+  std::vector<Asked> all = some_asked(9);
+  for (Asked& asked : all) {
+    // What follows occurs before.
+    const std::vector<TokenId> part = some(7);
+    for (int i = 0; i < 4; ++i) {
+      asked.context.insert(asked.context.end(), part.begin(), part.end());
+    }
+    asked.question.assign(part.begin(), part.begin() + 3);
+    asked.new_tokens += 20;
+  }
+  scheduling.lookup = 24;
+  for (const PruneMode prune : {PruneMode::none, PruneMode::prefill, PruneMode::always}) {
+    options.pruning.mode = prune;
+    SCOPED_TRACE(std::string(name_of(prune)));
+    const std::vector<Answer> expected = answers_of(all);
+    expect_answers(all, expected);
+    // With one sequence after the other drafts are longest.
+    serve([&](Scheduler& scheduler) {
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const auto heard = std::make_shared<Heard>();
+        scheduler.submit(request_of(all[i]), heard);
+        while (scheduler.step()) {
+        }
+        EXPECT_EQ(heard->tokens[0], expected[i].tokens);
+        EXPECT_DOUBLE_EQ(heard->endings[0].evict_ratio, expected[i].cache.evict_ratio());
+        EXPECT_EQ(heard->endings[0].full_kv_bytes, expected[i].cache.full_bytes);
+      }
+      const SchedulerCounts counts = scheduler.counts();
+      EXPECT_GT(counts.accepted_tokens, 0);
+      EXPECT_GT(counts.drafted_tokens, counts.accepted_tokens);
+    });
+  }
+}
+
+TEST_F(SchedulerTest, AnswersWithDraftsEndWhereOthersDo) {
+  options.pruning.mode = PruneMode::none;
+  Asked asked = {some(30), some(4), 40};
+  const std::vector<TokenId> whole = answer_of(asked).tokens;
+  scheduling.lookup = 8;
+  for (const std::int64_t count : {1, 17, 30, 31, 32, 33}) {
+    serve([&](Scheduler& scheduler) {
+      const std::vector<TokenId> begin(whole.begin(), whole.begin() + count);
+      const auto by_listener = std::make_shared<Heard>(), by_length = std::make_shared<Heard>();
+      by_listener->stops_after = count;
+      scheduler.submit(request_of(asked), by_listener);
+      GenerationRequest request = request_of(asked);
+      request.max_new_tokens = count;
+      scheduler.submit(request, by_length);
+      while (scheduler.step()) {
+      }
+      EXPECT_EQ(by_listener->tokens[0], begin);
+      EXPECT_EQ(by_length->tokens[0], begin);
+      for (const auto& heard : {by_listener, by_length}) {
+        EXPECT_EQ(heard->endings[0].new_tokens, count);
+      }
+      // The next turn continues from the cache of the answer.
+      Asked next = asked;
+      const auto heard = std::make_shared<Heard>();
+      GenerationRequest turn = request_of(asked);
+      turn.prompt.push_back({Segment::Kind::generated, begin, {}});
+      turn.prompt.push_back({Segment::Kind::question, {1, 2, 3}, {}});
+      turn.max_new_tokens = 12;
+      scheduler.submit(turn, heard);
+      while (scheduler.step()) {
+      }
+      next.question.insert(next.question.end(), begin.begin(), begin.end());
+      next.question.insert(next.question.end(), {1, 2, 3});
+      next.new_tokens = 12;
+      const auto again = std::make_shared<Heard>();
+      scheduler.forget_prefixes();
+      scheduler.submit(request_of(next), again);
+      while (scheduler.step()) {
+      }
+      EXPECT_EQ(heard->tokens[0], again->tokens[0]);
+    });
   }
 }
 
@@ -652,8 +731,9 @@ TEST_F(SchedulerTest, ChoicesDrawWithSeedsOfTheirOwn) {
     expected.push_back(answer_of(asked, sampling).tokens);
   }
   sampling.seed = 7;
-  for (const std::int64_t rows : {24, 2}) {
+  for (const std::int64_t rows : {24, 2, 23}) {
     scheduling.max_batch_tokens = rows;
+    scheduling.lookup = rows == 23 ? 12 : 0;
     serve([&](Scheduler& scheduler) {
       const auto heard = std::make_shared<Heard>();
       GenerationRequest request = request_of(asked);

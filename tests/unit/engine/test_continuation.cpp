@@ -30,18 +30,18 @@ TEST(Continuation, EndsByTheFirstRuleThatHolds) {
 TEST(Continuation, DrawsWhatItsOptionsSay) {
   Continuation plain{SamplingOptions(), StopRules()};
   EXPECT_EQ(plain.output(), StepOutput::argmax);
-  EXPECT_EQ(plain.draw({4, {}}), 4);
-  EXPECT_EQ(plain.draw({-1, Floats{0, 2, 1}}), 1);  // another rank has asked for the logits
-  EXPECT_EQ(plain.draw({-1, {}}), -1);
+  EXPECT_EQ(plain.draw({4, {}, {}}), 4);
+  EXPECT_EQ(plain.draw({-1, Floats{0, 2, 1}, {}}), 1);  // another rank has asked for the logits
+  EXPECT_EQ(plain.draw({-1, {}, {}}), -1);
 
   SamplingOptions penalty;
   penalty.repetition_penalty = 4;
   Continuation changed(penalty, StopRules());
   EXPECT_EQ(changed.output(), StepOutput::logits);
   changed.append_prompt({1});
-  EXPECT_EQ(changed.draw({-1, Floats{0, 2, 1}}), 2);
+  EXPECT_EQ(changed.draw({-1, Floats{0, 2, 1}, {}}), 2);
   changed.append(2);
-  EXPECT_EQ(changed.draw({-1, Floats{0.4F, 2, 1}}), 1);
+  EXPECT_EQ(changed.draw({-1, Floats{0.4F, 2, 1}, {}}), 1);
 }
 
 TEST(Continuation, ContinuesItsRandomNumbers) {

@@ -38,6 +38,8 @@ struct SchedulerOptions {
   std::size_t max_prefix_bytes = 0;
   /// Files of kept states, which outlive the server; null: none. It must outlive the scheduler.
   PrefixStore* store = nullptr;
+  /// Tokens of a prompt whose rows are counted for a client (Ending::kept): they bound the reply.
+  std::int64_t max_kept_tokens = 65536;
 };
 
 /// Totals since the start, and the current state.

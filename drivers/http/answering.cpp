@@ -76,7 +76,7 @@ void Answering::update() {
 void Answering::take() {
   m_events = m_exchange->take();
   for (const Exchange::Event& event : m_events) {
-    if (m_first_seconds < 0) m_first_seconds = seconds_since(m_start);
+    if (m_first_seconds < 0 && !event.progress) m_first_seconds = seconds_since(m_start);
     if (!event.ending) continue;
     m_endings[static_cast<std::size_t>(event.choice)] = *event.ending;
     m_has_ended = true;
@@ -118,6 +118,7 @@ void Answering::stream() {
       m_has_begun[choice] = true;
       text += m_writer->begin(event.choice);
     }
+    if (event.progress) text += m_writer->progress(event.choice, *event.progress);
     if (!event.text.empty() || !event.tokens.empty()) {
       text += m_writer->piece(event.choice, event.text, event.tokens);
     }

@@ -10,11 +10,30 @@ Exchange::Exchange(const server::ApiRequest& request, const server::ServedModel&
                    std::function<void()> wake)
     : m_stop_ids(request.generations.front().stop_ids),
       m_lists_ends(request.generations.front().prompt_logprobs),
+      m_reports_progress(request.reports_progress),
       m_open(request.answers()),
       m_texts(static_cast<std::size_t>(request.answers())),
       m_wake(std::move(wake)) {
   if (!model.tokenizer) return;
   for (auto& text : m_texts) text.emplace(*model.tokenizer, request);
+}
+
+void Exchange::on_progress(int choice, const server::PromptProgress& progress) {
+  if (!m_reports_progress) return;
+  Event event;
+  event.choice = choice;
+  event.progress = progress;
+  std::unique_lock<std::mutex> lock(m_mutex);
+  // A client that reads slowly gets the newest alone.
+  const auto older = std::find_if(m_events.begin(), m_events.end(), [&](const Event& other) {
+    return other.choice == choice && other.progress;
+  });
+  if (older == m_events.end()) {
+    m_events.push_back(std::move(event));
+  } else {
+    *older = std::move(event);
+  }
+  wake(std::move(lock));
 }
 
 bool Exchange::on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) {

@@ -17,12 +17,13 @@ namespace kvzap::driver {
 /// Turns tokens into text on the scheduler's thread, and queues the text for the connection.
 class Exchange {
  public:
-  /// New text or the end of one answer.
+  /// New text or the end of one answer, or the progress of its prompt.
   struct Event {
     int choice = 0;
     std::string text;
     std::vector<server::TokenText> tokens;
     std::optional<server::Ending> ending;
+    std::optional<server::PromptProgress> progress;
   };
 
   /// `wake`: called on the scheduler's thread when there is something to take, once until `take`.
@@ -30,6 +31,7 @@ class Exchange {
            std::function<void()> wake);
 
   /// As of a listener; `choice` is the number of an answer among those to all prompts.
+  void on_progress(int choice, const server::PromptProgress& progress);
   bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs);
   void on_prompt(int choice, const std::vector<TokenId>& tokens,
                  const std::vector<std::optional<server::TokenLogprobs>>& logprobs);
@@ -49,6 +51,7 @@ class Exchange {
 
   std::vector<TokenId> m_stop_ids;
   bool m_lists_ends;  // tokens that end answers have log probabilities
+  bool m_reports_progress;
   int m_open;
   std::vector<std::optional<server::AnswerText>> m_texts;  // of the scheduler's thread
   mutable std::mutex m_mutex;
@@ -67,6 +70,9 @@ class PromptListener final : public server::Listener {
   PromptListener(std::shared_ptr<Exchange> exchange, int first, int choices)
       : m_exchange(std::move(exchange)), m_first(first), m_choices(choices) {}
 
+  void on_progress(int choice, const server::PromptProgress& progress) override {
+    m_exchange->on_progress(m_first + choice, progress);
+  }
   bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs) override {
     return m_exchange->on_token(m_first + choice, token, logprobs);
   }

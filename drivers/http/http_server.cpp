@@ -9,6 +9,8 @@
 #include <chrono>
 #include <exception>
 #include <new>
+#include <random>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -53,6 +55,21 @@ Reply json(std::string body) {
   Reply reply;
   reply.body = std::move(body);
   return reply;
+}
+
+std::string random_nonce() {
+  std::random_device source;
+  return fmt::format("{:08x}{:08x}{:08x}{:08x}", source(), source(), source(), source());
+}
+
+/// Returns the page, whose own scripts and styles alone have this nonce.
+std::string page_with(const std::string& nonce) {
+  constexpr std::string_view mark = "@nonce@";
+  std::string page = serve_page;
+  for (std::size_t place = 0; (place = page.find(mark, place)) != std::string::npos;) {
+    page.replace(place, mark.size(), nonce);
+  }
+  return page;
 }
 
 }  // namespace
@@ -219,10 +236,12 @@ Reply HttpServer::Impl::get(const std::string& path) {
                  process_metrics(m_options.version, m_options.revision);
   } else if (path == "/") {
     reply.type = "text/html; charset=utf-8";
-    reply.body = serve_page;
-    reply.fields["Content-Security-Policy"] =
-        "default-src 'none'; connect-src 'self'; img-src data:; style-src "
-        "'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'";
+    const std::string nonce = random_nonce();
+    reply.body = page_with(nonce);
+    reply.fields["Content-Security-Policy"] = fmt::format(
+        "default-src 'none'; connect-src 'self'; img-src data:; style-src 'nonce-{0}'; script-src "
+        "'nonce-{0}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        nonce);
   } else {
     reply.body = server::model_body(*m_model);
   }

@@ -307,6 +307,56 @@ std::vector<CacheReport> Engine::reports(const std::vector<SequenceId>& sequence
   return reports;
 }
 
+namespace {
+
+/// Adds one to the count of a token for each of its rows in a layer of `cache`. Counts every
+/// `each`-th head: the heads between have the same rows.
+void count_rows(KVCache& cache, SequenceId sequence, int layer, int each,
+                std::vector<std::int64_t>& counts) {
+  const int heads = cache.shape().heads[layer];
+  std::int64_t longest = 0;
+  for (int h = 0; h < heads; ++h) longest = std::max(longest, cache.rows(sequence, layer, h));
+  if (longest == 0) return;
+  const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> scores(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::scores"), heads, longest);
+  const Kokkos::View<std::int64_t**, Kokkos::LayoutRight, MemorySpace> positions(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::engine::positions"), heads, longest);
+  const ExecutionSpace exec;
+  cache.row_scores(exec, sequence, layer, scores, positions);
+  exec.fence();
+  const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), positions);
+  for (int h = 0; h < heads; h += each) {
+    const std::int64_t rows = cache.rows(sequence, layer, h);
+    for (std::int64_t row = 0; row < rows; ++row) ++counts[host(h, row)];
+  }
+}
+
+}  // namespace
+
+TokenRows Engine::token_rows(SequenceId sequence) {
+  TokenRows found;
+  if (m_parts->states.at(sequence).removed_tokens > 0) return found;
+  auto& cache = m_parts->decoder.cache();
+  auto& placement = m_parts->decoder.placement();
+  const HeadPartition& partition = m_parts->model->partition();
+  for (int l = 0; l < partition.n_layers(); ++l) {
+    if (cache.shape().has_pages(l)) found.full += partition.n_kv_heads();
+  }
+  if (found.full == 0) return found;
+  agree_on_memory(communicator(), [&] {
+    found.rows.assign(cache.tokens(sequence, 0), 0);
+    const SequenceId remote = placement.remote_sequence_of(sequence);
+    for (int l = 0; l < partition.n_layers(); ++l) {
+      if (!cache.shape().has_pages(l)) continue;
+      const int each = static_cast<int>(m_parts->model->config().layer(l).kv_heads_factor);
+      count_rows(cache, sequence, l, each, found.rows);
+      if (remote >= 0) count_rows(placement.remote_cache(), remote, l, 1, found.rows);
+    }
+  });
+  communicator().all_reduce_sum(found.rows.data(), found.rows.size());
+  return found;
+}
+
 std::vector<std::int64_t> Engine::rows_away(SequenceId sequence) const {
   const HeadPartition& partition = m_parts->model->partition();
   std::vector<std::int64_t> rows;

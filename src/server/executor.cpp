@@ -198,6 +198,15 @@ std::vector<CacheReport> Executor::report(const std::vector<int>& handles) const
   return reports;
 }
 
+TokenRows Executor::count(int handle) const {
+  const Held& held = m_sequences.at(handle);
+  try {
+    return held.engine->token_rows(held.id);
+  } catch (const AgreedOutOfMemory&) {
+    return {};
+  }
+}
+
 Outcome Executor::operator()(const Plan& plan) {
   Outcome outcome;
   for (const PlannedTakeBack& taken : plan.take_backs) {
@@ -205,6 +214,7 @@ Outcome Executor::operator()(const Plan& plan) {
     held.engine->take_back(held.id, taken.tokens);
   }
   outcome.reports = report(plan.reports);
+  for (const int handle : plan.counts) outcome.counts.push_back(count(handle));
   for (const int handle : plan.frees) free(handle);
   if (plan.trims) m_engines.trim();
   for (const PlannedSequence& wanted : plan.creates) {

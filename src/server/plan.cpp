@@ -67,6 +67,7 @@ void list_fields(Plan& plan, Visit& visit) {
   visit("advances", plan.advances);
   visit("sleeps", plan.sleeps);
   visit("ends", plan.ends);
+  visit("counts", plan.counts);
 }
 
 std::string Plan::encode() const { return parallel::to_message(*this); }

@@ -69,6 +69,7 @@ struct Plan {
   bool sleeps = false;
   /// This is the last plan.
   bool ends = false;
+  std::vector<int> counts;  // sequences whose rows are counted by token, first of all
 
   std::string encode() const;
   /// Throws Error for a message that `encode` cannot have made.
@@ -104,6 +105,8 @@ struct Outcome {
   std::string store_failure;
   /// Sentences about files that killed processes left behind.
   std::vector<std::string> store_notes;
+  /// Of the sequences of Plan::counts; without rows if they are not known or memory is short.
+  std::vector<TokenRows> counts;
 };
 
 }  // namespace kvzap::server

@@ -24,6 +24,23 @@ const char* finish_reason(EndReason reason, bool has_calls) {
   return reason == EndReason::stop_id || reason == EndReason::cut ? "stop" : "length";
 }
 
+/// What a choice says of its cache.
+OrderedJson kvzap_of_choice(const Ending& ending, const ServedModel& model) {
+  OrderedJson json = kvzap_of(ending);
+  if (!ending.kept) return json;
+  const KeptTokens& kept = *ending.kept;
+  std::vector<std::string> texts;
+  if (model.tokenizer) {
+    Tokenizer::StreamDecoder decoder(*model.tokenizer, false, true);
+    for (const TokenId token : kept.tokens) texts.push_back(decoder.append(token));
+    if (!texts.empty()) texts.back() += decoder.finish();
+  } else {
+    for (const TokenId token : kept.tokens) texts.push_back(std::to_string(token) + " ");
+  }
+  json["kept"] = {{"texts", std::move(texts)}, {"rows", kept.rows}, {"full", kept.full}};
+  return json;
+}
+
 OrderedJson usage_of(const TokenCounts& counts) {
   OrderedJson usage;
   usage["prompt_tokens"] = counts.prompt;
@@ -159,6 +176,7 @@ class CompletionWriter final : public ReplyWriter {
   std::string begin(int choice) override;
   std::string piece(int choice, const std::string& text,
                     const std::vector<TokenText>& tokens) override;
+  std::string progress(int choice, const PromptProgress& progress) override;
   std::string end(int choice, const Ending& ending) override;
   std::string finish(const std::vector<Ending>& endings) override;
   std::string failure(const std::string& what) override {
@@ -313,6 +331,12 @@ struct CompletionWriter::Parts {
   /// An event of one choice. `chat`: the changes to a chat message; `text`: those to a completion.
   std::string event(int choice, OrderedJson chat, const std::string& text, OrderedJson logprobs,
                     const Ending* ending) const {
+    return event_of(chunk(choice, std::move(chat), text, std::move(logprobs), ending));
+  }
+
+  /// The content of such an event.
+  OrderedJson chunk(int choice, OrderedJson chat, const std::string& text, OrderedJson logprobs,
+                    const Ending* ending) const {
     OrderedJson json = frame(true);
     OrderedJson one;
     one["index"] = choice;
@@ -325,9 +349,9 @@ struct CompletionWriter::Parts {
     const bool has_calls = of.m_calls[static_cast<std::size_t>(choice)] > 0;
     one["finish_reason"] =
         ending ? OrderedJson(finish_reason(ending->reason, has_calls)) : OrderedJson();
-    if (ending) one["kvzap"] = kvzap_of(*ending);
+    if (ending) one["kvzap"] = kvzap_of_choice(*ending, of.m_model);
     json["choices"].push_back(std::move(one));
-    return event_of(json);
+    return json;
   }
 };
 
@@ -349,7 +373,7 @@ std::string CompletionWriter::body(const std::vector<Whole>& answers) {
     }
     choice["logprobs"] = parts.logprobs(answer.tokens, m_offsets[i]);
     choice["finish_reason"] = finish_reason(answer.ending.reason, has_calls);
-    choice["kvzap"] = kvzap_of(answer.ending);
+    choice["kvzap"] = kvzap_of_choice(answer.ending, m_model);
     json["choices"].push_back(std::move(choice));
     endings.push_back(answer.ending);
   }
@@ -376,6 +400,15 @@ std::string CompletionWriter::piece(int choice, const std::string& text,
   }
   const auto place = static_cast<std::size_t>(choice);
   return parts.events(choice, m_parsers[place].append(text), std::move(logprobs), m_calls[place]);
+}
+
+std::string CompletionWriter::progress(int choice, const PromptProgress& progress) {
+  OrderedJson json = Parts{*this}.chunk(choice, OrderedJson::object(), "", {}, nullptr);
+  json["prompt_progress"] = {{"total", progress.total},
+                             {"cache", progress.cached},
+                             {"processed", progress.processed},
+                             {"time_ms", std::llround(progress.seconds * 1e3)}};
+  return event_of(json);
 }
 
 std::string CompletionWriter::end(int choice, const Ending& ending) {

@@ -23,6 +23,7 @@ constexpr std::size_t most_stops = 16;
 constexpr std::size_t longest_stop = 1024;
 constexpr std::size_t most_token_rules = 1024;
 constexpr int most_logprobs = 20;
+constexpr const char* kept_field = "return_kept";  // of "kvzap"
 constexpr const char* context_exceeded = "context_length_exceeded";
 
 /// Fields of OpenAI's, vLLM's and llama.cpp's servers that have an effect there, with the values
@@ -121,10 +122,12 @@ PruneWish wish_of(const Json& body) {
       if (!wish.prune) refuse("kvzap.prune", "\"none\", \"prefill\" or \"always\"", value);
     } else if (key == "kv_type") {
       wish.kv_type = text_of(value, "kvzap.kv_type");
-    } else {
-      throw BadRequest("kvzap", fmt::format("kvzap has no field {}; expected policy, threshold, "
-                                            "evict_ratio, keep_tokens, kv_budget, prune or kv_type",
-                                            files::in_quotes(key)));
+    } else if (key != kept_field) {
+      throw BadRequest("kvzap",
+                       fmt::format("kvzap has no field {}; expected policy, threshold, "
+                                   "evict_ratio, keep_tokens, kv_budget, prune, kv_type or "
+                                   "return_kept",
+                                   files::in_quotes(key)));
     }
   }
   if (amounts.size() > 1) {
@@ -132,6 +135,14 @@ PruneWish wish_of(const Json& body) {
         "kvzap", fmt::format("kvzap has {} and {}; expected one of them", amounts[0], amounts[1]));
   }
   return wish;
+}
+
+/// Call it after wish_of, which checks that "kvzap" is an object.
+bool returns_kept_of(const Json& body) {
+  const Json* const own = field_of(body, "kvzap");
+  const Json* const field = own ? field_of(*own, kept_field) : nullptr;
+  if (field && !field->is_boolean()) refuse("kvzap.return_kept", "true or false", *field);
+  return field && field->get<bool>();
 }
 
 std::uint64_t random_seed() {
@@ -447,6 +458,7 @@ ApiRequest read_fields(const Json& json, Endpoint endpoint, const ServedModel& m
   refuse_unsupported(json, generation.choices);
   generation.sampling = sampling_of(json, model);
   const PruneWish wish = wish_of(json);
+  generation.returns_kept = returns_kept_of(json);
   generation.pruning = model.pruning_of(wish);
   generation.page_format = model.page_format_of(wish);
   request.stop = stops_of(json);
@@ -455,6 +467,7 @@ ApiRequest read_fields(const Json& json, Endpoint endpoint, const ServedModel& m
   }
   set_token_rules(json, model, generation);
   request.streams = bool_of(json, "stream", false);
+  request.reports_progress = bool_of(json, "return_progress", false) && request.streams;
   if (const Json* const options = field_of(json, "stream_options")) {
     if (!options->is_object()) refuse("stream_options", "an object", *options);
     request.includes_usage = bool_of(*options, "include_usage", false);

@@ -40,6 +40,8 @@ std::string status_body(const ServedModel& model, const Scheduler& scheduler,
   OrderedJson json;
   json["model"] = model.name;
   json["max_tokens"] = count_or_null(model.max_tokens);
+  json["policy"] = model.policy.empty() ? OrderedJson() : OrderedJson(model.policy);
+  json["amounts"] = model.amounts;
   json["kv_memory"] = kv_memory ? OrderedJson(*kv_memory) : OrderedJson();
   json["kv_allocated"] = counts.kv_allocated;
   json["kv_free"] = counts.kv_free;

@@ -173,6 +173,26 @@ Pruning RequestPolicies::pruning_of(const PruneWish& wish) const {
   return pruning;
 }
 
+std::vector<std::string> RequestPolicies::amounts() const {
+  // Values that every policy takes which takes such an amount at all.
+  PruneWish threshold, evict_ratio, keep_tokens, kv_bytes;
+  threshold.threshold = -4;
+  evict_ratio.evict_ratio = 0.5;
+  keep_tokens.keep_tokens = std::int64_t{1} << 20;
+  kv_bytes.kv_bytes = std::int64_t{1} << 40;
+  std::vector<std::string> fields;
+  for (const PruneWish* const wish : {&threshold, &evict_ratio, &keep_tokens, &kv_bytes}) {
+    try {
+      static_cast<void>(pruning_of(*wish));
+    } catch (const BadRequest&) {
+      continue;
+    }
+    const std::string field = amount_field(*wish);
+    fields.push_back(field.substr(field.find('.') + 1));
+  }
+  return fields;
+}
+
 PageFormat RequestPolicies::page_format_of(const PruneWish& wish) const {
   const std::string field = "kvzap.kv_type";
   const PageFormat& standard = m_engine.options().page_format;

@@ -55,6 +55,7 @@ struct Sequence {
   std::int64_t whole_from = 0;
   std::int64_t tokens = 0;
   std::int64_t cached = 0;
+  base::Clock::time_point start;  // of the prompt
   // The next token of the prompt.
   std::size_t segment = 0;
   std::size_t offset = 0;

@@ -160,6 +160,8 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
                           found.is_cut ? sequence.tokens : -1});
   sequence.to_read =
       job.prompt_tokens - sequence.cached + static_cast<std::int64_t>(sequence.answered().size());
+  sequence.start = base::Clock::now();
+  report_progress(sequence);
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_counts.cached_tokens += sequence.cached;
   ++m_counts.running;

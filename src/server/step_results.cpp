@@ -159,6 +159,7 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     const std::lock_guard<std::mutex> lock(m_mutex);
     m_counts.prompt_tokens += count;
   }
+  report_progress(sequence);
   sequence.key = sequence.prompt_key_after(count);
   if (span.spare_as >= 0) {
     PrefixKey unjudged = sequence.key;
@@ -247,6 +248,35 @@ void Scheduler::Impl::advance_draft(Sequence& sequence, const PlannedSpan& span,
   if (run < count) {
     m_to_take_back.push_back({sequence.handle, static_cast<std::int64_t>(count - run)});
   }
+}
+
+/// Tells the listener how much of the prompt has run, unless that is done again for a known answer
+/// or for another choice.
+void Scheduler::Impl::report_progress(const Sequence& sequence) {
+  const Job& job = *sequence.job;
+  if (job.is_dead || sequence.choice != 0 || !sequence.answered().empty()) return;
+  job.listener->on_progress(0, {job.prompt_tokens, sequence.cached, sequence.tokens,
+                                base::seconds_since(sequence.start)});
+}
+
+/// Whether the rows of a sequence's prompt are counted at its end.
+bool Scheduler::Impl::returns_kept(const Sequence& sequence) const {
+  return sequence.request().returns_kept && sequence.choice == 0 &&
+         sequence.job->prompt_tokens <= m_options.max_kept_tokens;
+}
+
+/// Returns the tokens of a prompt with the rows that they still have; null if these are not known.
+std::shared_ptr<const KeptTokens> Scheduler::Impl::kept_tokens(const Sequence& sequence,
+                                                               const TokenRows& counted) {
+  if (counted.rows.empty()) return nullptr;
+  auto kept = std::make_shared<KeptTokens>();
+  for (const Segment& segment : sequence.request().prompt) {
+    kept->tokens.insert(kept->tokens.end(), segment.tokens.begin(), segment.tokens.end());
+  }
+  kept->rows.assign(counted.rows.begin(),
+                    counted.rows.begin() + static_cast<std::ptrdiff_t>(kept->tokens.size()));
+  kept->full = counted.full;
+  return kept;
 }
 
 /// Forks the other choices of a request from the first, whose prompt has run.
@@ -355,12 +385,14 @@ void Scheduler::Impl::end_answers() {
   for (auto& sequence : m_running) {
     if (!sequence->has_ended || sequence->job->is_dead) continue;
     plan.reports.push_back(sequence->handle);
+    if (returns_kept(*sequence)) plan.counts.push_back(sequence->handle);
     m_ended.push_back(std::move(sequence));
   }
   if (m_ended.empty()) return;
   m_running.erase(std::remove(m_running.begin(), m_running.end(), nullptr), m_running.end());
   m_is_full = false;
   const Outcome outcome = carry_out(plan);
+  auto counted = outcome.counts.begin();
   for (std::size_t i = 0; i < m_ended.size(); ++i) {
     Sequence& sequence = *m_ended[i];
     const CacheReport& report = outcome.reports[i];
@@ -373,6 +405,7 @@ void Scheduler::Impl::end_answers() {
     ending.full_kv_bytes = report.full_bytes;
     ending.kv_bytes = report.own_bytes;
     ending.drafts = sequence.said->drafts();
+    if (returns_kept(sequence)) ending.kept = kept_tokens(sequence, *counted++);
     m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
     sequence.job->listener->on_end(sequence.choice, ending);
     {

@@ -401,6 +401,10 @@ int Serving::run(Engine& engine) {
   m_model.page_format_of = [&](const server::PruneWish& wish) {
     return policies.page_format_of(wish);
   };
+  if (m_options.pruning.prunes()) {
+    m_model.policy = m_options.pruning.info()->name;
+    m_model.amounts = policies.amounts();
+  }
   m_options.scheduling.max_prefix_bytes = prefix_limit(engine);
   m_options.scheduling.store = m_store.get();
   warn_of_lookup(engine, m_options.scheduling.lookup, m_talks);

@@ -83,6 +83,16 @@ struct CacheReport {
   std::int64_t full_rows() const;
 };
 
+/// How many rows of each token a cache still has, over all ranks.
+struct TokenRows {
+  /// Rows by token: pairs of layer and KV head whose row of the token was not evicted. Only layers
+  /// whose rows can be evicted count. Empty if no layer's can, or if a policy has renumbered
+  /// positions.
+  std::vector<std::int64_t> rows;
+  /// Rows of a token without eviction.
+  std::int64_t full = 0;
+};
+
 /// Runs a model for any number of sequences, with a type of values that is chosen at run time. Each
 /// step runs any mix of sequences through the model. A Generator and a server use it. All ranks
 /// make the same calls in the same order.
@@ -250,6 +260,9 @@ class Engine {
   CacheReport report(SequenceId sequence);
   /// Returns reports of several sequences, with the communication of one. Collective.
   std::vector<CacheReport> reports(const std::vector<SequenceId>& sequences);
+  /// Counts the rows that each token of a sequence still has, wherever they lie. Collective. Waits.
+  /// Throws AgreedOutOfMemory.
+  TokenRows token_rows(SequenceId sequence);
 
   /// Begins to write a sequence to a file (kvzap::begin_snapshot), with all state that the engine
   /// needs to continue it. Sets prune, threshold, sink and recent_queries of `info`, and the

@@ -73,6 +73,7 @@ class Executor {
   void read(const PlannedSequence& wanted, Outcome& outcome);
   void store(const Plan& plan, Outcome& outcome);
   std::vector<CacheReport> report(const std::vector<int>& handles) const;
+  TokenRows count(int handle) const;
   void free(int handle);
   bool fork(int handle, int source, Outcome& outcome);
   void end_context(const PlannedSpan& span, Outcome& outcome);

@@ -65,6 +65,10 @@ struct ServedModel {
   std::shared_ptr<AnswerGrammars> grammars;
   /// Responses of /v1/responses; null: none is stored.
   std::shared_ptr<ResponseStore> responses;
+  /// The server's own policy, as its --policy; empty: it prunes nothing.
+  std::string policy;
+  /// The fields of "kvzap" with which a request may change the amount of this policy.
+  std::vector<std::string> amounts;
 };
 
 /// Returns the bytes of the longest text that a single token stands for.
@@ -99,6 +103,7 @@ struct ApiRequest {
   std::shared_ptr<const AnswerFormat> format;
   /// For Endpoint::responses.
   std::shared_ptr<const ResponseRequest> response;
+  bool reports_progress = false;  // of prompts, in a stream
 
   /// Whether the prompt is a conversation.
   bool is_chat() const { return endpoint != Endpoint::completions; }
@@ -191,6 +196,9 @@ class ReplyWriter {
   /// Returns events with new text of a choice. `tokens`: for log probabilities.
   virtual std::string piece(int choice, const std::string& text,
                             const std::vector<TokenText>& tokens) = 0;
+  /// Returns an event with the progress of a choice's prompt, as llama.cpp's server sends it; none
+  /// in protocols without one.
+  virtual std::string progress(int /*choice*/, const PromptProgress& /*progress*/) { return {}; }
   /// Returns the last events of a choice.
   virtual std::string end(int choice, const Ending& ending) = 0;
   /// Returns the last events of a stream. `endings`: of all answers.

@@ -5,6 +5,7 @@
 #include <kvzap/engine/prompt_lookup.hpp>
 #include <kvzap/engine/sampler.hpp>
 #include <kvzap/server/executor.hpp>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -58,6 +59,8 @@ struct GenerationRequest {
   std::optional<PageFormat> page_format;
   /// Whose request it is. The scheduler shares the prefill among clients, not among requests.
   std::string client;
+  /// Whether the ending of answer 0 has Ending::kept.
+  bool returns_kept = false;
 };
 
 /// Natural logarithms of probabilities, before temperature, penalties and filters.
@@ -65,6 +68,21 @@ struct TokenLogprobs {
   float logprob = 0;
   /// The likeliest tokens first; the lower id first if two are equally likely.
   std::vector<std::pair<TokenId, float>> top;
+};
+
+/// How much of a prompt has run.
+struct PromptProgress {
+  std::int64_t total = 0;      // tokens
+  std::int64_t cached = 0;     // of them, in the cache from an earlier request
+  std::int64_t processed = 0;  // run or cached
+  double seconds = 0;          // since the prompt left the queue
+};
+
+/// The tokens of a prompt and the rows that each still has at the end of an answer.
+struct KeptTokens {
+  std::vector<TokenId> tokens;
+  std::vector<std::int64_t> rows;  // of each token: see TokenRows
+  std::int64_t full = 0;           // rows of a token without eviction
 };
 
 /// Why an answer ends. `cut`: its listener returned false.
@@ -85,12 +103,18 @@ struct Ending {
   /// The stop text before which the listener has cut the answer. The scheduler leaves it empty.
   std::string stop;
   DraftCounts drafts;
+  /// If GenerationRequest::returns_kept; null after renumbered positions and for prompts
+  /// that are longer than SchedulerOptions::max_kept_tokens.
+  std::shared_ptr<const KeptTokens> kept;
 };
 
 /// Receives the answers to a request. The scheduler's thread calls it, so it must return quickly.
 class Listener {
  public:
   virtual ~Listener() = default;
+  /// Receives the progress of the prompt of answer `choice`: when it leaves the queue, and after
+  /// each of its steps.
+  virtual void on_progress(int /*choice*/, const PromptProgress& /*progress*/) {}
   /// Receives a token of answer `choice`. Returns false to end the answer with this token.
   virtual bool on_token(int choice, TokenId token, const TokenLogprobs* logprobs) = 0;
   /// Receives the next tokens of a prompt with GenerationRequest::prompt_logprobs. The first token

@@ -44,6 +44,9 @@ class RequestPolicies {
   /// Returns the type of cached rows of a request: its own, or the server's. Throws BadRequest.
   /// Thread-safe.
   PageFormat page_format_of(const PruneWish& wish) const;
+  /// Returns the fields of a request's "kvzap" object with which it may change the amount of the
+  /// server's own policy; none if the server prunes nothing.
+  std::vector<std::string> amounts() const;
   /// Loads the policy of a pruning that pruning_of has returned. All ranks get the same policy.
   /// Throws Error. Does not communicate.
   LoadedPruning load(const Pruning& pruning) const;

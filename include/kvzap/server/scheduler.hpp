@@ -41,6 +41,8 @@ struct SchedulerOptions {
   /// The most tokens that the drafts of a step have together (PromptLookup), divided evenly among
   /// the decoding sequences; 0: none. Answers stay the same.
   std::int64_t lookup = 0;
+  /// Tokens of a prompt whose rows are counted for a client (Ending::kept): they bound the reply.
+  std::int64_t max_kept_tokens = 65536;
 };
 
 /// Totals since the start, and the current state.

@@ -122,6 +122,7 @@ TEST_F(RequestPoliciesTest, ReplaceTheServersPolicy) {
 TEST_F(RequestPoliciesTest, RefusalsNameTheFieldAndTheAlternatives) {
   make_engine();
   const RequestPolicies policies(*engine, setup, {});
+  EXPECT_TRUE(policies.amounts().empty());
   const std::string field = "kvzap.policy";
   const auto refuse = [&](const PruneWish& wish, const std::string& of, const std::string& words) {
     expect_refusal(policies, wish, of, words);
@@ -167,6 +168,7 @@ TEST_F(RequestPoliciesTest, RefusalsNameTheFieldAndTheAlternatives) {
 TEST_F(RequestPoliciesTest, WithoutAPolicyTheKindOfAmountIsTheServers) {
   make_engine("knorm@keep-tokens=20");
   const RequestPolicies policies(*engine, setup, {});
+  EXPECT_EQ(policies.amounts(), std::vector<std::string>{"keep_tokens"});
   PruneWish wish;
   EXPECT_EQ(policies.pruning_of(wish).amount.keep_tokens, 20);
   wish.keep_tokens = 30;

@@ -73,8 +73,15 @@ struct Heard final : Listener {
   std::map<int, Ending> endings;
   std::vector<TokenId> prompt;
   std::vector<std::optional<TokenLogprobs>> of_prompt;
+  std::vector<PromptProgress> progress;
   std::string error;
   std::int64_t stops_after = -1;
+
+  void on_progress(int choice, const PromptProgress& made) override {
+    EXPECT_EQ(choice, 0);
+    EXPECT_TRUE(tokens.empty());
+    progress.push_back(made);
+  }
 
   bool on_token(int choice, TokenId token, const TokenLogprobs* of_token) override {
     tokens[choice].push_back(token);
@@ -310,6 +317,68 @@ TEST_F(SchedulerTest, AnswersWithDraftsEndWhereOthersDo) {
       while (scheduler.step()) {
       }
       EXPECT_EQ(heard->tokens[0], again->tokens[0]);
+    });
+  }
+}
+
+TEST_F(SchedulerTest, PromptsReportTheirProgressAndTheRowsThatStay) {
+  const Asked asked{some(100), some(10), 9};
+  scheduling.max_kept_tokens = 110;
+  for (const PruneMode prune : {PruneMode::none, PruneMode::prefill}) {
+    options.pruning.mode = prune;
+    serve([&](Scheduler& scheduler) {
+      GenerationRequest request = request_of(asked);
+      request.choices = 2;
+      request.returns_kept = true;
+      for (int turn = 0; turn < 2; ++turn) {
+        const auto heard = std::make_shared<Heard>();
+        scheduler.submit(request, heard);
+        while (scheduler.step()) {
+        }
+        ASSERT_EQ(heard->error, "");
+        ASSERT_FALSE(heard->progress.empty());
+        const std::int64_t cached = heard->endings[0].cached_tokens;
+        EXPECT_EQ(cached > 0, turn > 0);
+        std::int64_t before = cached;
+        for (const PromptProgress& made : heard->progress) {
+          EXPECT_EQ(made.total, 110);
+          EXPECT_EQ(made.cached, cached);
+          EXPECT_GE(made.processed, before);
+          EXPECT_GE(made.seconds, 0);
+          before = made.processed;
+        }
+        EXPECT_EQ(heard->progress.front().processed, cached);
+        EXPECT_EQ(before, 110);
+        if (turn == 0) {
+          EXPECT_GE(heard->progress.size(), 1 + 110U / 24);
+        }
+
+        EXPECT_EQ(heard->endings[1].kept, nullptr);
+        const auto kept = heard->endings[0].kept;
+        ASSERT_NE(kept, nullptr);
+        std::vector<TokenId> tokens = asked.context;
+        tokens.insert(tokens.end(), asked.question.begin(), asked.question.end());
+        EXPECT_EQ(kept->tokens, tokens);
+        ASSERT_EQ(kept->rows.size(), tokens.size());
+        EXPECT_EQ(kept->full, served_layers * served_heads);
+        // Nothing of the answer is evicted; its last token has not run.
+        std::int64_t sum = kept->full * (asked.new_tokens - 1);
+        for (const std::int64_t rows : kept->rows) sum += rows;
+        const auto all = static_cast<double>(kept->full * (110 + asked.new_tokens - 1));
+        EXPECT_NEAR(1 - static_cast<double>(sum) / all, heard->endings[0].evict_ratio, 1e-12);
+        EXPECT_EQ(sum < static_cast<std::int64_t>(all), prune == PruneMode::prefill);
+      }
+      // Not asked for, and too long.
+      for (const bool asks : {false, true}) {
+        request.returns_kept = asks;
+        if (asks) request.prompt[0].tokens.push_back(1);
+        const auto heard = std::make_shared<Heard>();
+        scheduler.submit(request, heard);
+        while (scheduler.step()) {
+        }
+        EXPECT_EQ(heard->endings[0].kept, nullptr);
+        EXPECT_EQ(heard->endings[0].new_tokens, asked.new_tokens);
+      }
     });
   }
 }

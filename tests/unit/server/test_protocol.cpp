@@ -160,6 +160,49 @@ TEST(Protocol, RequestsHaveATypeOfRowsOfTheirOwn) {
   EXPECT_EQ(format_of(Json::object()), PageFormat());
 }
 
+TEST(Protocol, RepliesHaveProgressAndTheRowsThatStayed) {
+  const ServedModel model = served();
+  Json body = {{"messages", {message("user", "é 中 <b>")}},
+               {"stream", true},
+               {"return_progress", true},
+               {"kvzap", {{"return_kept", true}}}};
+  const ApiRequest request = chat(body);
+  EXPECT_TRUE(request.reports_progress && request.generations.front().returns_kept);
+  body["stream"] = false;
+  EXPECT_FALSE(chat(body).reports_progress);
+  body.erase("return_progress");
+  body["kvzap"] = {{"return_kept", nullptr}};
+  EXPECT_FALSE(chat(body).generations.front().returns_kept);
+
+  const auto writer = ReplyWriter::make(request, model, 3, 1700000000);
+  const Json event = Json::parse(writer->progress(0, {900, 100, 300, 1.2346}).substr(6));
+  EXPECT_EQ(event["prompt_progress"],
+            Json({{"total", 900}, {"cache", 100}, {"processed", 300}, {"time_ms", 1235}}));
+  EXPECT_EQ(event["choices"][0]["delta"], Json::object());
+  EXPECT_TRUE(event["choices"][0]["finish_reason"].is_null());
+
+  auto kept = std::make_shared<KeptTokens>();
+  for (const Segment& segment : request.generations.front().prompt) {
+    kept->tokens.insert(kept->tokens.end(), segment.tokens.begin(), segment.tokens.end());
+  }
+  for (std::size_t t = 0; t < kept->tokens.size(); ++t) {
+    kept->rows.push_back(static_cast<std::int64_t>(t));
+  }
+  kept->full = 24;
+  Ending ending;
+  ending.kept = kept;
+  const Json last = Json::parse(writer->end(0, ending).substr(6))["choices"][0]["kvzap"]["kept"];
+  EXPECT_EQ(last["rows"], Json(kept->rows));
+  EXPECT_EQ(last["full"], 24);
+  ASSERT_EQ(last["texts"].size(), kept->tokens.size());
+  std::string text;
+  for (const Json& part : last["texts"]) text += part.get<std::string>();
+  EXPECT_EQ(text, text_of(request.generations.front().prompt, model));
+  const Json whole = Json::parse(writer->body({{"x", {}, ending}}));
+  EXPECT_EQ(whole["choices"][0]["kvzap"]["kept"], last);
+  EXPECT_FALSE(whole["kvzap"].contains("kept"));
+}
+
 TEST(Protocol, RequestsWithoutASeedHaveOneOfTheirOwn) {
   const Json body = {{"prompt", "a"}};
   ServedModel model = served();
@@ -311,6 +354,8 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"kvzap", {{"treshold", 1}}}}, "kvzap", "treshold");
   of_chat({{"kvzap", {{"threshold", "low"}}}}, "kvzap.threshold", "number");
   of_chat({{"kvzap", {{"prune", "all"}}}}, "kvzap.prune", "always");
+  of_chat({{"kvzap", {{"return_kept", 1}}}}, "kvzap.return_kept", "true or false");
+  of_chat({{"return_progress", "yes"}}, "return_progress", "true or false");
   of_chat({{"kvzap", {{"threshold", 1}, {"evict_ratio", 0.5}}}}, "kvzap", "one of them");
   of_chat({{"kvzap", {{"keep_tokens", 9}, {"kv_budget", 5}}}}, "kvzap", "one of them");
   of_chat({{"kvzap", {{"policy", 3}}}}, "kvzap.policy", "string");

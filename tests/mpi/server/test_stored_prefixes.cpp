@@ -174,8 +174,9 @@ TEST(StoredPrefixes, OutliveTheServer) {
     const Served first = serve_with(setting, comm, folder / "store");
     const Served second = serve_with(setting, comm, folder / "store");
     if (!comm.is_root()) continue;
-    expect_equal(first, expected);
-    expect_equal(second, expected);
+    // Balancing moves pages between ranks, which changes the order of sums.
+    expect_equal(first, expected, comm.size() == 1);
+    expect_equal(second, expected, comm.size() == 1);
     EXPECT_EQ(first.warnings, std::vector<std::string>());
     EXPECT_EQ(second.warnings, std::vector<std::string>());
     // Without pruning the second document continues the first one, to which it adds few tokens.
@@ -218,7 +219,7 @@ TEST(StoredPrefixes, AFullCacheServesAnyBeginning) {
   if (!comm.is_root()) return;
   expect_equal(second, expected, false);
   EXPECT_EQ(second.counts.prefixes_restored, 1);
-  EXPECT_EQ(second.told[0].ending.cached_tokens, 300);
+  EXPECT_EQ(second.told[0].ending.cached_tokens, 299);  // one has to run before the context ends
   EXPECT_EQ(second.told[1].ending.cached_tokens, 310);
 }
 
@@ -243,7 +244,7 @@ TEST(StoredPrefixes, DamagedRowsAreRunAgain) {
   const Served second = serve_with(setting, comm, folder / "store");
   const Served third = serve_with(setting, comm, folder / "store");
   if (!comm.is_root()) return;
-  expect_equal(second, expected);
+  expect_equal(second, expected, comm.size() == 1);
   EXPECT_EQ(second.warnings.size(), 2U);
   for (const std::string& warning : second.warnings) {
     EXPECT_EQ(warning.rfind("removed: snapshot ", 0), 0U) << warning;

@@ -8,7 +8,7 @@
 #   kvzap::server  scheduler and protocol of kvzap serve
 #   kvzap::kvzap   all of them
 set(kvzap_core_rooms base linalg parallel cache attention selection)
-set(kvzap_model_rooms files gguf grammar jinja text model)
+set(kvzap_model_rooms files gguf jinja text grammar model)
 set(kvzap_engine_rooms policy io engine session)
 set(kvzap_lab_rooms train eval)
 set(kvzap_server_rooms server)

@@ -10,6 +10,8 @@
 #include <optional>
 #include <sstream>
 
+#include "files/decimal.hpp"
+
 namespace kvzap::driver {
 namespace {
 
@@ -25,8 +27,9 @@ std::optional<double> stat_field(int number) {
   std::string field;
   constexpr int first = 3;
   for (int n = first; n <= number; ++n) fields >> field;
-  if (!fields) return {};
-  return std::stod(field);
+  double value = 0;
+  if (!fields || files::read_real(field, value) != files::DecimalFault::none) return {};
+  return value;
 }
 
 /// Returns the time of the system's start in seconds since 1970, or nothing.

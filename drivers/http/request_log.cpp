@@ -9,6 +9,7 @@
 #include <random>
 #include <string_view>
 
+#include "files/decimal.hpp"
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
 
@@ -40,7 +41,10 @@ std::string facts_text(const AnswerFacts& facts) {
   return text + fmt::format(" total {:.3f} s", facts.total_seconds);
 }
 
-double rounded(double value) { return std::stod(fmt::format("{:.6g}", value)); }
+double rounded(double value) {
+  files::read_real(fmt::format("{:.6g}", value), value);
+  return value;
+}
 
 void add_facts(OrderedJson& line, const AnswerFacts& facts) {
   line["request"] = facts.request;

@@ -40,6 +40,7 @@ const std::map<std::string, std::string> rooms_of_headers = {
     {"engine/step_observer", "engine"},
     {"lab/pairs", "train"},
     {"lab/tasks", "eval"},
+    {"server/histogram", "server"},
     {"server/protocol", "server"},
     {"server/request", "server"},
 };

@@ -188,7 +188,9 @@ TEST_P(Lookup, AnswersAreThoseWithoutIt) {
     }
   }
   // Random models seldom draw a guess.
-  if (GetParam().temperature == 0) EXPECT_GT(drafts.accepted, 0);
+  if (GetParam().temperature == 0) {
+    EXPECT_GT(drafts.accepted, 0);
+  }
   EXPECT_GT(drafts.drafted, drafts.accepted);
 }
 

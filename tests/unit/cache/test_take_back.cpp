@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "temporary_folder.hpp"
+#include "unit/temporary_folder.hpp"
 
 namespace kvzap {
 namespace {

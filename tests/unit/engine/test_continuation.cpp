@@ -48,7 +48,7 @@ TEST(Continuation, ContinuesItsRandomNumbers) {
   SamplingOptions sampling;
   sampling.temperature = 1;
   sampling.seed = 3;
-  const StepResult even{-1, Floats(50, 0.0F)};
+  const StepResult even{-1, Floats(50, 0.0F), {}};
   Continuation first(sampling, StopRules());
   for (int i = 0; i < 5; ++i) first.draw(even);
   Continuation second(sampling, StopRules());

@@ -242,12 +242,10 @@ void Decoder::append(int layer) {
   double unjudged = 0;
   const base::Stopwatch watch(judges ? m_step.seconds.pruning : unjudged);
   m_step.locally([&] {
-    const linalg::Matrix scores = m_step.new_scores(layer);
     for (std::size_t s = 0; m_observer && m_step.is_pruned(layer) && s < spans.size(); ++s) {
       if (!is_scored(spans[s].rule)) continue;
-      const auto own = range(spans[s].first, spans[s].first + spans[s].count);
       m_observer->scores(spans[s].sequence, layer, m_step.first_positions[s],
-                         Kokkos::subview(scores, Kokkos::ALL, own));
+                         m_step.new_scores(layer, spans[s].first, spans[s].first + spans[s].count));
     }
     const auto& appended = m_step.is_pruned(layer) ? m_pruned_spans : m_ring_spans;
     if (m_step.shares_rows(layer)) {
@@ -258,6 +256,7 @@ void Decoder::append(int layer) {
     }
     if (appended.empty() || !m_cache.shape().keeps_rows(layer)) return;
     const ArrayView keys = m_step.new_keys(layer), values = m_step.new_values(layer);
+    const linalg::Matrix scores = m_step.new_scores(layer);
     if (m_step.deferred) {
       m_cache.append_deferred(m_step.exec, appended, layer, keys, values, scores);
     } else {

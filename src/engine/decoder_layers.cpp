@@ -316,14 +316,12 @@ void Decoder::score(int layer, const RowRange& rows, const Matrix& x) {
     end = std::max(end, last);
   });
   if (begin >= end) return;
-  const auto own = range(begin, end);
-  const Matrix scores = m_step.new_scores(layer);
   // Not by `locally`: all ranks must call a scorer that communicates.
   const base::Stopwatch watch(m_step.seconds.scoring);
   try {
-    m_scorer->score(m_step.exec, layer, Kokkos::subview(m_step.positions, own),
+    m_scorer->score(m_step.exec, layer, Kokkos::subview(m_step.positions, range(begin, end)),
                     Kokkos::subview(x, range(begin - rows.begin, end - rows.begin), Kokkos::ALL),
-                    Kokkos::subview(scores, Kokkos::ALL, own));
+                    m_step.new_scores(layer, begin, end));
   } catch (...) {
     m_step.note(std::current_exception());
   }

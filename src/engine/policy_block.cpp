@@ -200,11 +200,10 @@ void PolicyBlock::choose(Step& step, int layer, std::size_t s, const Matrix& sco
   }
   // Append now: the choice of the next span overwrites `keep`.
   step.locally([&] {
-    const auto own = range(span.first, span.first + span.count);
     step.cache.append_kept(step.exec, span.sequence, layer,
                            step.new_keys(layer).rows(span.first, span.count),
                            step.new_values(layer).rows(span.first, span.count),
-                           Kokkos::subview(step.new_scores(layer), Kokkos::ALL, own), keep);
+                           step.new_scores(layer, span.first, span.first + span.count), keep);
   });
 }
 

@@ -130,6 +130,13 @@ class Step {
     return linalg::Matrix(new_rows(layer).scores().data(), has_scores ? kv_heads(layer) : 0,
                           has_scores ? tokens() : 0);
   }
+  /// Returns those of tokens begin … end - 1: (head, token).
+  linalg::Matrix new_scores(int layer, std::int64_t begin, std::int64_t end) const {
+    const linalg::Matrix all = new_scores(layer);
+    // A rank without heads may have no address to count from.
+    if (all.extent(0) == 0) return linalg::Matrix(all.data(), 0, end - begin);
+    return Kokkos::subview(all, Kokkos::ALL, range(begin, end));
+  }
 
   /// Memory of values that no two blocks need at the same time.
   enum Buffer {

@@ -352,6 +352,9 @@ class Llm {
   std::vector<Answer> generate(const nb::sequence& prompts, const nb::object& most,
                                nb::dict given) const {
     const std::int64_t max_new_tokens = max_new_tokens_of(most);
+    if (max_new_tokens == 0) {
+      throw Error("max_new_tokens is 0; expected 1 or more, or -1 for no limit");
+    }
     SamplingOptions sampling = in_engine([&] { return (**m_base).options().sampling; });
     take_grammar(given, **m_base, sampling);
     take_sampling(given, sampling);

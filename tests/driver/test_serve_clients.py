@@ -1,4 +1,11 @@
 """kvzap serve with the official clients for Python. A client that is not installed is skipped."""
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
 import unittest
 
 from harness import CASES, MODEL, PATIENCE
@@ -13,6 +20,22 @@ try:
     import openai
 except ImportError:
     openai = None
+
+try:
+    import instructor
+    import pydantic
+except ImportError:
+    instructor = None
+try:
+    import langchain_openai
+except ImportError:
+    langchain_openai = None
+try:
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the net
+    import litellm
+except ImportError:
+    litellm = None
+LLM = shutil.which("llm", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))))
 
 try:
     import torch
@@ -198,6 +221,82 @@ class Anthropic(ToolsTest):
             self.client.messages.create(**{**self.ask, "model": "other"})
         with self.assertRaisesRegex(anthropic.BadRequestError, "tool_choice.name is 'other'"):
             self.client.messages.create(**self.ask, tools=self.TOOLS, tool_choice={"type": "tool", "name": "other"})
+
+
+WAY = {"title": "Way", "type": "object", "properties": {"way": {"enum": ["up", "down"]}}, "required": ["way"],
+       "additionalProperties": False}
+TURN = {"type": "function", "function": {"name": "turn", "description": "Turns", "parameters": WAY}}
+
+
+@unittest.skipUnless(langchain_openai, "needs langchain-openai")
+class LangChain(ToolsTest):
+    THINKS = False
+
+    def setUp(self):
+        super().setUp()
+        self.model = langchain_openai.ChatOpenAI(
+            model="recall-4m", base_url=f"http://127.0.0.1:{self.server.port}/v1", api_key="x", timeout=PATIENCE, max_retries=0,
+            temperature=0, max_tokens=120)
+
+    def test_structured_output(self):
+        for method in ("json_schema", "function_calling"):
+            self.assertIn(self.model.with_structured_output(WAY, method=method).invoke("Which way?"), ({"way": "up"}, {"way": "down"}))
+
+    def test_tools(self):
+        bound = self.model.bind_tools([TURN], tool_choice="any", parallel_tool_calls=False)
+        (call,) = bound.invoke("Which way?").tool_calls
+        self.assertEqual((call["name"], set(call["args"])), ("turn", {"way"}))
+        pieces = None
+        for piece in bound.stream("Which way?"):
+            pieces = piece if pieces is None else pieces + piece
+        self.assertEqual([one["args"] for one in pieces.tool_calls], [call["args"]])
+
+    def test_chat_in_a_stream(self):
+        whole = self.model.invoke("Hello").content
+        self.assertEqual("".join(piece.content for piece in self.model.stream("Hello")), whole)
+
+
+@unittest.skipUnless(litellm, "needs litellm")
+class LiteLLM(ToolsTest):
+    THINKS = False
+
+    def ask(self, **fields):
+        return litellm.completion(model="openai/recall-4m", api_base=f"http://127.0.0.1:{self.server.port}/v1", api_key="x",
+                                  timeout=PATIENCE, num_retries=0, messages=[{"role": "user", "content": "Which way?"}],
+                                  temperature=0, max_tokens=120, **fields).choices[0]
+
+    def test_schema_and_tools(self):
+        format = {"type": "json_schema", "json_schema": {"name": "way", "schema": WAY, "strict": True}}
+        self.assertIn(json.loads(self.ask(response_format=format).message.content)["way"], ("up", "down"))
+        choice = self.ask(tools=[TURN], tool_choice="required", parallel_tool_calls=False)
+        self.assertEqual((choice.finish_reason, choice.message.tool_calls[0].function.name), ("tool_calls", "turn"))
+
+
+@unittest.skipUnless(instructor and openai, "needs instructor")
+class Instructor(ToolsTest):
+    THINKS = False
+
+    def test_response_models(self):
+        way = pydantic.create_model("Way", __config__=pydantic.ConfigDict(extra="forbid"), way=(str, pydantic.Field(pattern="^(up|down)$")))
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.server.port}/v1", api_key="x", timeout=PATIENCE, max_retries=0)
+        self.addCleanup(client.close)
+        for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+            asking = instructor.from_openai(client, mode=mode)
+            answer = asking.chat.completions.create(model="recall-4m", response_model=way, max_retries=0, max_tokens=120, temperature=0,
+                                                    messages=[{"role": "user", "content": "Which way?"}])
+            self.assertIn(answer.way, ("up", "down"), mode)
+
+
+@unittest.skipUnless(LLM, "needs llm")
+class Llm(SharedServerTest):
+    def test_json_objects(self):
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "extra-openai-models.yaml").write_text(
+                f"- model_id: kvzap\n  model_name: recall-4m\n  api_base: http://127.0.0.1:{self.server.port}/v1\n")
+            result = subprocess.run([LLM, "-m", "kvzap", "-o", "json_object", "1", "-o", "temperature", "0", "--no-log", "--key", "x", "Hello"],
+                                    env={**os.environ, "LLM_USER_PATH": folder}, capture_output=True, text=True, timeout=PATIENCE)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertTrue(result.stdout.startswith("{"), result.stdout)
 
 
 @unittest.skipUnless(LocalCompletionsAPI, "needs lm_eval and transformers")

@@ -51,8 +51,8 @@ def types_of(events):
     return [one for i, one in enumerate(types) if i == 0 or types[i - 1] != one]
 
 
-def model_with_tools(folder):
-    """The demo model with a chat template for tools, and a token whose text is CALL."""
+def model_with_tools(folder, thinks=True):
+    """The demo model with a chat template for tools, also for thoughts, and a token whose text is CALL."""
     folder = pathlib.Path(folder) / "recall-4m"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -70,18 +70,21 @@ def model_with_tools(folder):
         "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no such message') }}{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} "
         "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}")
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        + "{% if enable_thinking %}<think>{% endif %}" * thinks + "{% endif %}")
     return folder
 
 
 class ToolsTest(SharedServerTest):
     """On a model that calls a tool when it is told to."""
 
+    THINKS = True
+
     @classmethod
     def setUpClass(cls):
         folder = tempfile.mkdtemp()
         cls.addClassCleanup(shutil.rmtree, folder)
-        cls.server = Server("--dtype", "f32", model=model_with_tools(folder))
+        cls.server = Server("--dtype", "f32", model=model_with_tools(folder, cls.THINKS))
 
 
 class Messages(SharedServerTest):

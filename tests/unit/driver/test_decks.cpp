@@ -130,8 +130,9 @@ TEST(Files, OneFileByTwoNames) {
 TEST(Files, AreOutputsOrInputs) {
   // A new output would overwrite an input of the same name if is_output did not know it.
   const std::set<std::string> inputs = {
-      "placement", "file",  "questions", "config",           "append",       "resume",
-      "pairs",     "tasks", "haystack",  "prompt-templates", "api-key-file", "qa"};
+      "placement",    "file",  "questions",   "config",   "append",
+      "resume",       "pairs", "tasks",       "haystack", "prompt-templates",
+      "api-key-file", "qa",    "json-schema", "grammar"};
   const driver::CommandLine line;
   for (const CLI::App* command : line.app.get_subcommands({})) {
     for (const CLI::Option* option : command->get_options()) {

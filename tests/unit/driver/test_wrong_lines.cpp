@@ -369,7 +369,7 @@ TEST(WrongLines, SuggestNoCallBesideAnotherFault) {
       {joined(run, {"-ptc", "5"}), "-ptc is an option of llama.cpp"},
       {joined(run, {"-fit", "off"}), "-fit is an option of llama.cpp"},
       {joined(run, {"-mm", "y"}), "-mm is an option of llama.cpp"},
-      {joined(run, {"-cd", "512"}), "-cd is an option of llama.cpp and vLLM: there is no spec"},
+      {joined(run, {"-cd", "512"}), "-cd is an option of llama.cpp and vLLM: there is no model"},
       {joined(run, {"-tbd", "4"}), "there is no model for drafts"},
       {joined(run, {"-ngld", "4"}), "there is no model for drafts"},
       {joined(run, {"-nkvo"}), "-nkvo is an option of llama.cpp"},
@@ -424,30 +424,30 @@ TEST(WrongLines, NameWhatIsMeant) {
   EXPECT_EQ(bare.status, 2);
   EXPECT_EQ(bare.out, read({"--help"}).out);
   const Texts run = {"run", "-m", model_folder, "-p", "one"};
-  expect_errors(run,
-                {{{"-tb", "4"}, {"-tb is an option of llama.cpp: ", "-t sets the threads"}},
-                 {{"-b", "512"}, {"-b is an option of llama.cpp: ", "--chunk"}},
-                 {{"-ctk", "q8_0"}, {"-ctk is an option of llama.cpp", "--kv-type q8"}},
-                 {{"--stop", "x"}, {"--stop is an option of vLLM", "serve", "stop"}},
-                 {{"--api-key", "x"}, {"--api-key-file FILE"}},
-                 {{"--parallel", "4"}, {"kvzap serve has it, as --max-sequences"}},
-                 {{"--do-sample"}, {"--temp above 0"}},
-                 {{"--max-length", "9"}, {"the prompt's tokens", "-n"}},
-                 {{"--max-tokns", "9"}, {"did you mean --max-tokens?"}},
-                 {{"--port", "80"}, {"unknown option --port of kvzap run; kvzap serve has it"}},
-                 {{"--policy", "kvzap_mlp", "--surrogate", surrogate_folder, "--threshold", "-4"},
-                  {"there is no policy \"kvzap_mlp\"; did you mean kvzap?"}},
-                 {{"--policy", "knormm", "--layerwise", "--evict-ratio", "0.5"},
-                  {"there is no policy \"knormm\"; did you mean knorm?"}},
-                 {{"--policy", "SnapKV", "--evict-ratio", "0.5"}, {"did you mean snapkv?"}},
-                 {{"--policy", "ExpectedAttentionPress", "--evict-ratio", "0.5"},
-                  {"did you mean expected-attention?"}},
-                 {{"--prot", "80"}, {"unknown option --prot"}}});
+  expect_errors(
+      run, {{{"-tb", "4"}, {"-tb is an option of llama.cpp: ", "-t sets the threads"}},
+            {{"-b", "512"}, {"-b is an option of llama.cpp: ", "--chunk"}},
+            {{"-ctk", "q8_0"}, {"-ctk is an option of llama.cpp", "--kv-type q8"}},
+            {{"--logit-bias", "x"}, {"--logit-bias is an option of", "--json-schema", "serve"}},
+            {{"--api-key", "x"}, {"--api-key-file FILE"}},
+            {{"--parallel", "4"}, {"kvzap serve has it, as --max-sequences"}},
+            {{"--do-sample"}, {"--temp above 0"}},
+            {{"--max-length", "9"}, {"the prompt's tokens", "-n"}},
+            {{"--max-tokns", "9"}, {"did you mean --max-tokens?"}},
+            {{"--port", "80"}, {"unknown option --port of kvzap run; kvzap serve has it"}},
+            {{"--policy", "kvzap_mlp", "--surrogate", surrogate_folder, "--threshold", "-4"},
+             {"there is no policy \"kvzap_mlp\"; did you mean kvzap?"}},
+            {{"--policy", "knormm", "--layerwise", "--evict-ratio", "0.5"},
+             {"there is no policy \"knormm\"; did you mean knorm?"}},
+            {{"--policy", "SnapKV", "--evict-ratio", "0.5"}, {"did you mean snapkv?"}},
+            {{"--policy", "ExpectedAttentionPress", "--evict-ratio", "0.5"},
+             {"did you mean expected-attention?"}},
+            {{"--prot", "80"}, {"unknown option --prot"}}});
   expect_errors({"bench", "-m", model_folder},
                 {{{"--max-tokens", "5"}, {"kvzap run, chat and eval have it, as --n-predict"}}});
   // Similar letters are no similar meaning.
   const driver::CommandLine line;
-  for (const char* name : {"keep", "max-x", "top-n", "min-k", "max-keys", "stop", "prompts-file"}) {
+  for (const char* name : {"keep", "max-x", "top-n", "min-k", "max-keys", "prompts-file"}) {
     EXPECT_EQ(driver::nearest_option(*line.app.get_subcommand("run"), name), "") << name;
   }
   const std::pair<const char*, const char*> misspelt[] = {{"n_predcit", "n-predict"},

@@ -1023,7 +1023,7 @@ TEST_F(SchedulerTest, RefusesWhatCannotBeAnswered) {
     EXPECT_EQ(refused(request_of({{}, {}, 3})), "the prompt has no tokens");
     EXPECT_NE(refused(request_of({some(31), {}, 3})).find("at most 30"), std::string::npos);
     EXPECT_NE(refused(request_of({{1, 97}, {}, 3})).find("token id 97"), std::string::npos);
-    EXPECT_NE(refused(request_of({some(5), {}, 0})).find("0 new tokens"), std::string::npos);
+    EXPECT_NE(refused(request_of({some(5), {}, -1})).find("-1 new tokens"), std::string::npos);
     request.choices = 0;
     EXPECT_NE(refused(request).find("0 answers"), std::string::npos);
     request.choices = 1;

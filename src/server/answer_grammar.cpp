@@ -70,31 +70,33 @@ std::optional<Wish> response_format_wish(const Json& body) {
               bool_of(*object, "strict", false)};
 }
 
-/// vLLM's structured_outputs, and its older fields, by the names of the former.
-std::optional<Wish> structured_wish(const Json& body, const char* name, const std::string& field) {
-  const Json* const value = field_of(body, name);
-  if (!value) return {};
-  const std::string_view of = name;
-  const auto ends_with = [&](std::string_view end) {
-    return of.size() >= end.size() && of.substr(of.size() - end.size()) == end;
-  };
-  if (of == "json_object") {
-    if (!bool_of(body, name, false)) return {};
-    return Wish{Wish::Kind::json_object, field, {}};
+/// Members of vLLM's structured_outputs, its older fields, and llama-server's.
+constexpr std::pair<const char*, Wish::Kind> kinds_of_fields[] = {
+    {"json", Wish::Kind::json_schema},        {"regex", Wish::Kind::regular_expression},
+    {"choice", Wish::Kind::choice},           {"json_object", Wish::Kind::json_object},
+    {"guided_json", Wish::Kind::json_schema}, {"guided_regex", Wish::Kind::regular_expression},
+    {"guided_choice", Wish::Kind::choice},    {"guided_grammar", Wish::Kind::grammar},
+    {"json_schema", Wish::Kind::json_schema}, {"grammar", Wish::Kind::grammar}};
+
+std::optional<Wish> wish_of(Wish::Kind kind, const Json& value, const std::string& field) {
+  switch (kind) {
+    case Wish::Kind::json_object:
+      if (!value.is_boolean()) refuse(field, "true or false", value);
+      return value.get<bool>() ? std::optional(Wish{kind, field, {}}) : std::nullopt;
+    case Wish::Kind::json_schema:
+      return Wish{kind, field, schema_in(value, field)};
+    case Wish::Kind::choice:
+      if (!value.is_array() || value.empty() || value.size() > most_choices) {
+        refuse(field, fmt::format("an array of 1 to {} strings", most_choices), value);
+      }
+      for (const Json& one : value) text_of(one, field);
+      return Wish{kind, field, value};
+    case Wish::Kind::regular_expression:
+    case Wish::Kind::grammar:
+      break;
   }
-  if (ends_with("json") || of == "json_schema") {
-    return Wish{Wish::Kind::json_schema, field, schema_in(*value, field)};
-  }
-  if (ends_with("choice")) {
-    if (!value->is_array() || value->empty() || value->size() > most_choices) {
-      refuse(field, fmt::format("an array of 1 to {} strings", most_choices), *value);
-    }
-    for (const Json& one : *value) text_of(one, field);
-    return Wish{Wish::Kind::choice, field, *value};
-  }
-  if (text_of(*value, field).empty()) return {};
-  return Wish{ends_with("regex") ? Wish::Kind::regular_expression : Wish::Kind::grammar, field,
-              *value};
+  if (text_of(value, field).empty()) return {};
+  return Wish{kind, field, value};
 }
 
 std::optional<Wish> form_wish(const Json& body) {
@@ -103,20 +105,23 @@ std::optional<Wish> form_wish(const Json& body) {
     if (wish) wishes.push_back(std::move(*wish));
   };
   add(response_format_wish(body));
-  for (const char* const name : {"guided_json", "guided_regex", "guided_choice", "guided_grammar",
-                                 "json_schema", "grammar"}) {
-    add(structured_wish(body, name, name));
+  constexpr std::size_t members = 4;  // of structured_outputs alone
+  for (const auto* at = std::begin(kinds_of_fields) + members; at != std::end(kinds_of_fields);
+       ++at) {
+    if (const Json* const value = field_of(body, at->first))
+      add(wish_of(at->second, *value, at->first));
   }
   if (const Json* const object = field_of(body, "structured_outputs")) {
     if (!object->is_object()) refuse("structured_outputs", "an object", *object);
     for (const auto& [key, value] : object->items()) {
-      constexpr std::string_view known[] = {"json", "regex", "choice", "grammar", "json_object"};
       const std::string field = "structured_outputs." + key;
       if (value.is_null() || value == false) continue;
-      if (std::find(std::begin(known), std::end(known), key) == std::end(known)) {
-        refuse_as_unsupported(field);
-      }
-      add(structured_wish(*object, key.c_str(), field));
+      const auto* const known =
+          std::find_if(std::begin(kinds_of_fields), std::end(kinds_of_fields),
+                       [&key = key](const auto& one) { return key == one.first; });
+      const bool is_member = known < std::begin(kinds_of_fields) + members || key == "grammar";
+      if (known == std::end(kinds_of_fields) || !is_member) refuse_as_unsupported(field);
+      add(wish_of(known->second, value, field));
     }
   }
   if (wishes.size() > 1) {

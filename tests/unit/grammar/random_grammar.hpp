@@ -1,104 +1,13 @@
-// Small random grammars, and their texts by brute force.
+// Small random grammars.
 #pragma once
 
-#include <algorithm>
-#include <map>
 #include <random>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "grammar/expression.hpp"
 
 namespace kvzap::grammar {
-
-/// Finds where parts of one text end, by trying everything until nothing new is found.
-class BruteForce {
- public:
-  BruteForce(const Grammar& grammar, std::string text)
-      : m_grammar(grammar), m_text(std::move(text)) {
-    bool has_changed = true;
-    while (has_changed) {
-      has_changed = false;
-      for (RuleId rule = 0; rule < static_cast<RuleId>(grammar.rules.size()); ++rule) {
-        for (std::size_t begin = 0; begin <= m_text.size(); ++begin) {
-          const Ends found = ends(*grammar.rules[static_cast<std::size_t>(rule)].body, begin);
-          Ends& known = m_ends[{rule, begin}];
-          has_changed |= found != known;
-          known = found;
-        }
-      }
-    }
-  }
-
-  bool matches() { return m_ends[{m_grammar.root, 0}].count(m_text.size()) != 0; }
-
- private:
-  using Ends = std::set<std::size_t>;
-
-  Ends ends(const Expression& expression, std::size_t begin) {
-    using Kind = Expression::Kind;
-    switch (expression.kind) {
-      case Kind::nothing:
-      case Kind::token:
-        return {};
-      case Kind::bytes:
-        return begin < m_text.size() && expression.bytes[static_cast<unsigned char>(m_text[begin])]
-                   ? Ends{begin + 1}
-                   : Ends{};
-      case Kind::text:
-        return m_text.compare(begin, expression.text.size(), expression.text) == 0
-                   ? Ends{begin + expression.text.size()}
-                   : Ends{};
-      case Kind::sequence: {
-        Ends at = {begin};
-        for (const Expr& part : expression.parts) at = ends_of_all(*part, at);
-        return at;
-      }
-      case Kind::choice: {
-        Ends at;
-        for (const Expr& part : expression.parts) at.merge(ends(*part, begin));
-        return at;
-      }
-      case Kind::repeat:
-        return ends_of_repeat(expression, begin);
-      case Kind::call:
-        return m_ends[{expression.rule, begin}];
-      case Kind::both:
-      case Kind::difference: {
-        const Ends second = ends(*expression.parts[1], begin);
-        Ends at;
-        for (const std::size_t end : ends(*expression.parts[0], begin)) {
-          if ((second.count(end) != 0) == (expression.kind == Kind::both)) at.insert(end);
-        }
-        return at;
-      }
-    }
-    return {};
-  }
-
-  Ends ends_of_all(const Expression& expression, const Ends& begins) {
-    Ends at;
-    for (const std::size_t begin : begins) at.merge(ends(expression, begin));
-    return at;
-  }
-
-  Ends ends_of_repeat(const Expression& repeat, std::size_t begin) {
-    Ends found, at = {begin};
-    const auto longest =
-        repeat.least + static_cast<std::int64_t>(m_text.size()) + 1;  // the rest is empty
-    for (std::int64_t count = 0; count <= std::min(repeat.most, longest); ++count) {
-      if (count >= repeat.least) found.insert(at.begin(), at.end());
-      at = ends_of_all(*repeat.parts[0], at);
-    }
-    return found;
-  }
-
-  const Grammar& m_grammar;
-  std::string m_text;
-  std::map<std::pair<RuleId, std::size_t>, Ends> m_ends;
-};
 
 class RandomGrammar {
  public:

@@ -1,4 +1,4 @@
-// The recogniser beside brute force, and masks of tokens beside the recogniser.
+// The recogniser beside a reference, and masks of tokens beside the recogniser.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include "grammar/token_masks.hpp"
 #include "grammar/token_trie.hpp"
 #include "unit/grammar/random_grammar.hpp"
+#include "unit/grammar/reference_match.hpp"
 
 namespace kvzap::grammar {
 namespace {
@@ -50,7 +51,7 @@ TEST(Recogniser, KnowsTheTextsOfAGrammarAndTheirBeginnings) {
     const std::optional<Automaton> automaton = compiled(grammar);
     std::set<std::string> beginnings;
     for (const std::string& text : texts) {
-      const bool expected = BruteForce(grammar, text).matches();
+      const bool expected = test::ReferenceMatch::matches(grammar, text);
       if (!automaton) break;
       Recogniser recogniser(*automaton);
       const bool is_read = read(recogniser, text);

@@ -52,6 +52,7 @@ std::filesystem::path file_of_stored_prefix(const std::filesystem::path& folder,
 /// removed. Lives on rank 0; it neither communicates nor reads rows. Not thread-safe.
 class PrefixStore {
  public:
+  /// Where states are stored, and what they are states of.
   struct Options {
     std::filesystem::path folder;
     /// Files may take these bytes. The file that is being written does not count.
@@ -83,6 +84,7 @@ class PrefixStore {
   /// Returns a hash of the model, the setting, the pruning and the type of rows.
   std::string kind_of(const Pruning& pruning, const PageFormat& format);
 
+  /// A stored state that serves a prompt.
   struct Found {
     StoredPrefix state;
     std::int64_t length = 0;  // of the beginning of the key that it serves

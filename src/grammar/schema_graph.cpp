@@ -71,7 +71,7 @@ void sort_unique(std::vector<SchemaSet>& sets) {
 
 }  // namespace
 
-SchemaGraph::SchemaGraph(const SchemaJson& document) : document_(document) {
+SchemaGraph::SchemaGraph(const SchemaJson& document) {
   index(document, 0);
   add(document, &document, "#");
 }
@@ -431,7 +431,7 @@ SchemaGraph::Complement SchemaGraph::complement_of_keywords(SchemaId node, int d
       together.all = set;
       nodes_.push_back(std::move(together));
       const SchemaId other = static_cast<SchemaId>(nodes_.size()) - 1;
-      add_case(object_type, [&](SchemaKeywords& each) {
+      add_case(object_type, [&, &name = name](SchemaKeywords& each) {
         with_member(each, name, other);
         each.required = {name};
       });

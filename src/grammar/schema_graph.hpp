@@ -145,7 +145,6 @@ class SchemaGraph {
   Complement complement(SchemaId node, int depth);
   Complement complement_of_keywords(SchemaId node, int depth);
 
-  const SchemaJson& document_;
   std::deque<SchemaNode> nodes_;
   std::unordered_map<const SchemaJson*, SchemaId> by_json_;
   std::unordered_map<std::string, const SchemaJson*> anchors_, resources_;

@@ -438,7 +438,10 @@ TokenId Generator::draw(const StepResult& result, const AnswerOptions& options) 
         "that the model has (generation_config.json may name them), or penalties take logits past "
         "float's range");
   }
-  if (token == too_ambiguous) throw AgreedError("the grammar of the answer is too ambiguous");
+  if (token == too_ambiguous) {
+    throw AgreedError(
+        "the grammar of the answer is too ambiguous, or forbids one of its earlier tokens");
+  }
   return token;
 }
 

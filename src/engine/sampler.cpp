@@ -122,9 +122,22 @@ void Sampler::append_prompt(const std::vector<TokenId>& tokens) {
 void Sampler::append(TokenId token) {
   const auto& ends = m_options.end_tokens;
   if (m_grammar && std::find(ends.begin(), ends.end(), token) == ends.end()) {
-    m_grammar->append(token);
+    try {
+      m_grammar->append(token);
+    } catch (const Error& error) {
+      m_failure = error.what();
+    }
   }
   if (m_changes_logits) take(token);
+}
+
+bool Sampler::is_complete() const {
+  if (!m_grammar || !m_failure.empty()) return false;
+  try {
+    return m_grammar->must_end();
+  } catch (const Error&) {
+    return false;  // the next draw throws it again
+  }
 }
 
 void Sampler::change(std::vector<float>& logits) const {
@@ -198,6 +211,7 @@ void Sampler::set_state(const std::string& state) {
 }
 
 TokenId Sampler::operator()(const std::vector<float>& original) {
+  if (!m_failure.empty()) throw Error(m_failure);
   const auto find_best = [](const std::vector<float>& values) -> TokenId {
     std::size_t best = 0;
     for (std::size_t i = 0; i < values.size(); ++i) {

@@ -12,9 +12,9 @@ namespace {
 using Kind = Expression::Kind;
 using StateId = std::uint32_t;
 
-constexpr std::size_t most_work = 60'000'000;  // some 0.5 s
-// Work of a state, which has some 150 bytes: a grammar has up to 3 million, or 450 MB.
-constexpr std::size_t work_of_state = 20;
+constexpr std::size_t most_work = 30'000'000;  // some 0.3 s
+// Work of a state, which has some 150 bytes: a grammar has up to 2 million, or 300 MB.
+constexpr std::size_t work_of_state = 15;
 // A repeat of up to this many states is written out, because states are faster than counters.
 constexpr std::int64_t longest_inline = 128;
 

@@ -134,6 +134,12 @@ Expr beyond(const NumberBound& bound, bool above, int most) {
   const Expr farther = magnitudes_above(bound.value, strictly, most);
   const Expr nearer = magnitudes_below(bound.value, strictly, most);
   const Expr minus = literal("-");
+  const auto has_zeros = [](const std::string& digits) {
+    return digits.find_first_not_of('0') == std::string::npos;
+  };
+  if (strictly && has_zeros(bound.value.whole) && has_zeros(bound.value.fraction)) {
+    return above ? farther : sequence({minus, farther});  // without -0
+  }
   if (above == bound.value.is_negative) {  // zero lies within
     return above ? choice({all, sequence({minus, nearer})})
                  : choice({sequence({minus, all}), nearer});

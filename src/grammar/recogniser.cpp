@@ -6,8 +6,10 @@
 namespace kvzap::grammar {
 namespace {
 
-// Grammars that people write have some ten rules in progress.
-constexpr std::size_t most_items = 8192;
+// Grammars that people write have some ten rules in progress. Right recursion ends as many rules at
+// once as the text has bytes.
+constexpr std::size_t most_items = 65'536;
+constexpr std::size_t most_kept = 4'000'000;  // items of all sets: 64 MB
 constexpr std::size_t largest_searched = 24;  // larger sets have a table
 constexpr std::uint32_t no_item = std::numeric_limits<std::uint32_t>::max();
 
@@ -20,16 +22,25 @@ std::size_t hash_of(const Item& item) {
 
 }  // namespace
 
-Recogniser::Recogniser(const Automaton& automaton) : m_automaton(automaton), m_begins{0} {
+Recogniser::Recogniser(const Automaton& automaton) : m_automaton(automaton) {
+  begin_set();
   add({automaton.rules[static_cast<std::size_t>(automaton.root)].start, 0, 0});
   close();
 }
 
 Recogniser::Recogniser(const Automaton& automaton, NodeIndex node, bool with_calls)
-    : m_automaton(automaton), m_begins{0} {
+    : m_automaton(automaton) {
+  begin_set();
   add({node, unknown, 0});
   if (with_calls) close();
   m_exits.clear();
+}
+
+void Recogniser::begin_set() {
+  m_begins.push_back(static_cast<std::uint32_t>(m_items.size()));
+  m_calling_begins.push_back(static_cast<std::uint32_t>(m_calling.size()));
+  m_matches.push_back(0);
+  m_in_table = 0;
 }
 
 void Recogniser::add(Item item) {
@@ -39,7 +50,7 @@ void Recogniser::add(Item item) {
     m_items.push_back(item);
     return;
   }
-  if (size >= most_items) {
+  if (size >= most_items || begin + m_calling.size() > most_kept) {
     throw Error("the grammar is ambiguous: a text may be read in thousands of ways");
   }
   if (m_table.size() < 4 * (size + 1) || m_in_table == 0) {
@@ -67,7 +78,7 @@ void Recogniser::add(Item item) {
 /// `target` follows the call.
 template <class F>
 void Recogniser::visit_callers(RuleId rule, std::uint32_t origin, F f) const {
-  for (const Item* at = set_begin(origin); at != set_end(origin); ++at) {
+  for (const Item* at = calling_begin(origin); at != calling_end(origin); ++at) {
     const Node& node = m_automaton.nodes[at->node];
     const RuleInfo& info = m_automaton.rules[static_cast<std::size_t>(node.rule)];
     if (info.is_repeat) {
@@ -96,8 +107,7 @@ void Recogniser::complete(RuleId rule, const Item& item) {
   // `add` may move the items.
   std::vector<Item> targets;
   visit_callers(rule, item.origin, [&](const Item& target) { targets.push_back(target); });
-  m_work +=
-      targets.size() + static_cast<std::size_t>(set_end(item.origin) - set_begin(item.origin));
+  m_work += targets.size();
   for (const Item& target : targets) add(target);
 }
 
@@ -124,25 +134,46 @@ void Recogniser::close_node(const Item& item) {
   }
 }
 
+bool Recogniser::is_end_of_text(const Item& item) const {
+  const Node& node = m_automaton.nodes[item.node];
+  if (node.rule != m_automaton.root || item.origin != 0) return false;
+  const RuleInfo& root = m_automaton.rules[static_cast<std::size_t>(m_automaton.root)];
+  return root.is_repeat ? item.count >= root.least || root.is_nullable : node.is_final;
+}
+
 /// Adds what follows from the items of the last set without a byte.
 void Recogniser::close() {
   m_exits.clear();
   m_in_table = 0;
-  for (std::size_t i = m_begins.back(); i < m_items.size(); ++i) {
+  const std::size_t begin = m_begins.back();
+  for (std::size_t i = begin; i < m_items.size(); ++i) {
     ++m_work;
     const Item item = m_items[i];
     const Node& node = m_automaton.nodes[item.node];
-    if (m_automaton.rules[static_cast<std::size_t>(node.rule)].is_repeat) {
+    const bool is_repeat = m_automaton.rules[static_cast<std::size_t>(node.rule)].is_repeat;
+    if (is_repeat || !node.calls.empty()) m_calling.push_back(item);
+    if (is_end_of_text(item)) m_matches.back() = 1;
+    if (is_repeat) {
       close_repeat(item);
     } else {
       close_node(item);
     }
   }
+  const auto is_done = [&](const Item& item) {
+    const Node& node = m_automaton.nodes[item.node];
+    return node.bytes.empty() && node.tokens.empty() &&
+           !m_automaton.rules[static_cast<std::size_t>(node.rule)].is_repeat;
+  };
+  m_items.erase(
+      std::remove_if(m_items.begin() + static_cast<std::ptrdiff_t>(begin), m_items.end(), is_done),
+      m_items.end());
 }
 
 bool Recogniser::finish_set() {
   if (m_begins.back() == m_items.size()) {
     m_begins.pop_back();
+    m_calling_begins.pop_back();
+    m_matches.pop_back();
     return false;
   }
   close();
@@ -151,7 +182,7 @@ bool Recogniser::finish_set() {
 
 bool Recogniser::read_byte(unsigned char byte) {
   const std::size_t first = m_begins.back(), last = m_items.size();
-  m_begins.push_back(static_cast<std::uint32_t>(last));
+  begin_set();
   if (last == first + 1) {
     // Within a text in quotes this is the only case.
     const NodeIndex* const next = m_automaton.nodes[m_items[first].node].next(byte);
@@ -162,7 +193,6 @@ bool Recogniser::read_byte(unsigned char byte) {
       return true;
     }
   }
-  m_in_table = 0;
   for (std::size_t i = first; i < last; ++i) {
     const NodeIndex* const next = m_automaton.nodes[m_items[i].node].next(byte);
     if (next) add({*next, m_items[i].origin, 0});
@@ -172,8 +202,7 @@ bool Recogniser::read_byte(unsigned char byte) {
 
 bool Recogniser::read_token(TokenId token) {
   const std::size_t first = m_begins.back(), last = m_items.size();
-  m_begins.push_back(static_cast<std::uint32_t>(last));
-  m_in_table = 0;
+  begin_set();
   for (std::size_t i = first; i < last; ++i) {
     for (const auto& edge : m_automaton.nodes[m_items[i].node].tokens) {
       if (edge.token == token) add({edge.target, m_items[i].origin, 0});
@@ -182,14 +211,14 @@ bool Recogniser::read_token(TokenId token) {
   return finish_set();
 }
 
-bool Recogniser::leave(const Item& item) {
+bool Recogniser::leave(const std::vector<Item>& items) {
   std::vector<Item> targets;
-  const RuleId rule = m_automaton.nodes[item.node].rule;
-  if (item.origin != unknown) {
-    visit_callers(rule, item.origin, [&](const Item& target) { targets.push_back(target); });
+  for (const Item& item : items) {
+    if (item.origin == unknown) continue;
+    visit_callers(m_automaton.nodes[item.node].rule, item.origin,
+                  [&](const Item& target) { targets.push_back(target); });
   }
-  m_begins.push_back(static_cast<std::uint32_t>(m_items.size()));
-  m_in_table = 0;
+  begin_set();
   for (const Item& target : targets) add(target);
   return finish_set();
 }
@@ -198,17 +227,10 @@ void Recogniser::go_back(std::size_t count) {
   const std::size_t kept = m_begins.size() - count;
   m_items.resize(m_begins[kept]);
   m_begins.resize(kept);
+  m_calling.resize(m_calling_begins[kept]);
+  m_calling_begins.resize(kept);
+  m_matches.resize(kept);
   m_exits.clear();
-}
-
-bool Recogniser::is_match() const {
-  const RuleInfo& root = m_automaton.rules[static_cast<std::size_t>(m_automaton.root)];
-  return std::any_of(begin(), end(), [&](const Item& item) {
-    const Node& node = m_automaton.nodes[item.node];
-    if (node.rule != m_automaton.root || item.origin != 0) return false;
-    if (!root.is_repeat) return node.is_final;
-    return item.count >= root.least || root.is_nullable;
-  });
 }
 
 std::int64_t Recogniser::least_count() const {

@@ -37,9 +37,9 @@ class Recogniser {
   /// Throws Error if too many rules are in progress.
   bool read_byte(unsigned char byte);
   bool read_token(TokenId token);
-  /// Continues as if the rule of `item`, which is in the current set, had ended after one byte
-  /// more. Returns false and changes nothing if nothing can follow.
-  bool leave(const Item& item);
+  /// Continues as if the rules of items of the current set had ended after one byte more. Returns
+  /// false and changes nothing if nothing can follow.
+  bool leave(const std::vector<Item>& items);
   /// Forgets the last `count` bytes and tokens.
   void go_back(std::size_t count);
 
@@ -49,7 +49,7 @@ class Recogniser {
   const Item* end() const { return m_items.data() + m_items.size(); }
   const Automaton& automaton() const { return m_automaton; }
   /// Whether the text so far matches.
-  bool is_match() const;
+  bool is_match() const { return m_matches.back() != 0; }
   /// Counts with which the rule with unknown callers can end here.
   const std::vector<std::int64_t>& exits() const { return m_exits; }
   /// Of a repeat with unknown callers: the least count that includes what is in progress.
@@ -58,10 +58,15 @@ class Recogniser {
   std::size_t work() const { return m_work; }
 
  private:
-  const Item* set_begin(std::size_t set) const { return m_items.data() + m_begins[set]; }
-  const Item* set_end(std::size_t set) const {
-    return set + 1 < m_begins.size() ? m_items.data() + m_begins[set + 1] : end();
+  const Item* calling_begin(std::size_t set) const {
+    return m_calling.data() + m_calling_begins[set];
   }
+  const Item* calling_end(std::size_t set) const {
+    const bool is_last = set + 1 == m_calling_begins.size();
+    return m_calling.data() + (is_last ? m_calling.size() : m_calling_begins[set + 1]);
+  }
+  bool is_end_of_text(const Item& item) const;
+  void begin_set();
   void add(Item item);
   void close();
   void close_repeat(const Item& item);
@@ -72,9 +77,14 @@ class Recogniser {
   bool finish_set();
 
   const Automaton& m_automaton;
+  // Items of all sets. Items that neither read nor count are dropped once they are closed.
   std::vector<Item> m_items;
   std::vector<std::uint32_t> m_begins;  // of sets
-  std::vector<std::int64_t> m_exits;    // of the last set
+  // Items that call rules, apart: many rules may end at once, and each looks for its callers.
+  std::vector<Item> m_calling;
+  std::vector<std::uint32_t> m_calling_begins;  // of sets
+  std::vector<char> m_matches;                  // whether the text up to a set matches
+  std::vector<std::int64_t> m_exits;            // of the last set
   std::size_t m_work = 0;
   // The last set by hash, once it is large.
   std::vector<std::uint32_t> m_table;

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "files/parsed_json.hpp"
 #include "grammar/automaton.hpp"
 #include "grammar/expression.hpp"
 #include "grammar/gbnf.hpp"
@@ -68,11 +69,10 @@ std::shared_ptr<const TokenGrammar> TokenGrammar::from_rules(
 
 std::shared_ptr<const TokenGrammar> TokenGrammar::from_json_schema(
     std::shared_ptr<const Vocabulary> vocabulary, std::string_view schema, ObjectKeys keys) {
-  const auto json = nlohmann::ordered_json::parse(schema, nullptr, false);
-  if (json.is_discarded()) throw Error("the JSON schema is no valid JSON");
+  const files::ParsedJson json(files::parse_ordered_json(schema, "the JSON schema"));
   grammar::JsonSchemaOptions options;
   options.closed_objects = keys == ObjectKeys::closed;
-  return from_rules(std::move(vocabulary), grammar::read_json_schema(json, options));
+  return from_rules(std::move(vocabulary), grammar::read_json_schema(json.value(), options));
 }
 
 std::shared_ptr<const TokenGrammar> TokenGrammar::any_json_object(

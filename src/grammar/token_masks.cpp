@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bitset>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -10,8 +11,8 @@ namespace {
 
 // Masks of one grammar. Beyond this they are made again when they are needed.
 constexpr std::size_t most_bytes = std::size_t{32} << 20;
-// Some 0.5 s of a core.
-constexpr std::size_t most_visits = 50'000'000;
+// Some 0.1 s of a core: that of a step waits for it.
+constexpr std::size_t most_visits = 10'000'000;
 constexpr std::int64_t most_counted = 0xFFFF;
 // Most tokens need fewer copies of what repeats, such as characters.
 constexpr std::size_t small_counts = 16;
@@ -136,8 +137,10 @@ std::shared_ptr<const NodeMask> TokenMasks::mask_of(NodeIndex node) const {
   return made;
 }
 
-void TokenMasks::allow_item(Recogniser& recogniser, const Item& item,
-                            std::vector<std::uint64_t>& bits) const {
+/// `items`: with the same node and count, in different places of the text.
+void TokenMasks::allow_items(Recogniser& recogniser, const std::vector<Item>& items,
+                             std::size_t most_work, std::vector<std::uint64_t>& bits) const {
+  const Item& item = items.front();
   const std::shared_ptr<const NodeMask> mask = mask_of(item.node);
   const RuleInfo& info =
       m_automaton.rules[static_cast<std::size_t>(m_automaton.nodes[item.node].rule)];
@@ -155,14 +158,13 @@ void TokenMasks::allow_item(Recogniser& recogniser, const Item& item,
     for (const TokenId token : mask->tokens) set_bit(bits, token);
     add_bits(mask->bits, bits);
   }
-  if (mask->exits.empty() || !recogniser.leave(item)) return;
+  if (mask->exits.empty() || !recogniser.leave(items)) return;
   std::bitset<256> follows;
   for (const Item& next : recogniser) {
     for (const auto& edge : m_automaton.nodes[next.node].bytes) {
       for (std::size_t byte = edge.first; byte <= edge.last; ++byte) follows.set(byte);
     }
   }
-  const std::size_t most_work = recogniser.work() + most_visits;
   const auto allow_text = [&](TokenTrie::NodeId text) {
     std::for_each(m_trie.tokens_begin(text), m_trie.tokens_end(text),
                   [&](TokenId token) { set_bit(bits, token); });
@@ -183,18 +185,19 @@ void TokenMasks::allow_item(Recogniser& recogniser, const Item& item,
 }
 
 void TokenMasks::allow(Recogniser& recogniser, std::vector<std::uint64_t>& bits) const {
-  // `leave` may move the items.
-  const std::vector<Item> items(recogniser.begin(), recogniser.end());
-  for (const Item& item : items) {
+  const std::size_t most_work = recogniser.work() + most_visits;
+  std::map<std::pair<NodeIndex, std::int64_t>, std::vector<Item>> groups;
+  for (const Item& item : recogniser) {
     const Node& node = m_automaton.nodes[item.node];
     const RuleInfo& info = m_automaton.rules[static_cast<std::size_t>(node.rule)];
     for (const auto& edge : node.tokens) set_bit(bits, edge.token);
     // What a repeat begins is a part of the repeat's mask.
     if (info.is_body && item.origin == recogniser.size()) continue;
     if (info.is_repeat ? item.count < info.most : !node.bytes.empty()) {
-      allow_item(recogniser, item, bits);
+      groups[{item.node, item.count}].push_back(item);
     }
   }
+  for (const auto& [key, items] : groups) allow_items(recogniser, items, most_work, bits);
 }
 
 }  // namespace kvzap::grammar

@@ -51,7 +51,8 @@ class TokenMasks {
   void allow(Recogniser& recogniser, std::vector<std::uint64_t>& bits) const;
 
  private:
-  void allow_item(Recogniser& recogniser, const Item& item, std::vector<std::uint64_t>& bits) const;
+  void allow_items(Recogniser& recogniser, const std::vector<Item>& items, std::size_t most_work,
+                   std::vector<std::uint64_t>& bits) const;
   std::shared_ptr<const NodeMask> mask_of(NodeIndex node) const;
   std::shared_ptr<const NodeMask> make_mask(NodeIndex node) const;
 

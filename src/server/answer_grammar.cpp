@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "files/json_file.hpp"
+#include "files/parsed_json.hpp"
 #include "grammar/gbnf.hpp"
 #include "grammar/json_schema.hpp"
 #include "grammar/json_strings.hpp"
@@ -30,6 +31,7 @@ using grammar::sequence;
 // Memory of the grammars that are kept, and of these and those of requests in progress.
 constexpr std::size_t most_kept = std::size_t{1} << 30;
 constexpr std::size_t most_alive = 3 * most_kept;
+constexpr std::size_t most_entries = 256;
 constexpr std::size_t most_choices = 4096;
 
 /// A field that says what the text of answers is.
@@ -44,9 +46,11 @@ struct Wish {
 /// A schema may be written as a string.
 Json schema_in(const Json& value, const std::string& field) {
   if (!value.is_string()) return value;
-  Json schema = Json::parse(value.get_ref<const std::string&>(), nullptr, false);
-  if (schema.is_discarded()) refuse(field, "a JSON schema", value);
-  return schema;
+  try {
+    return files::parse_ordered_json(value.get_ref<const std::string&>(), field);
+  } catch (const Error& error) {
+    throw BadRequest(field, error.what());
+  }
 }
 
 std::optional<Wish> response_format_wish(const Json& body) {
@@ -240,6 +244,24 @@ class AnswerRules {
 
 }  // namespace
 
+std::shared_ptr<const TokenGrammar> AnswerGrammars::result_of(Entries::iterator entry) {
+  m_entries.splice(m_entries.begin(), m_entries, entry);
+  if (!entry->grammar) throw Error(entry->failure);
+  return entry->grammar;
+}
+
+/// Keeps what was made last, and as much of the rest as may be.
+void AnswerGrammars::keep(Entry entry) {
+  m_entries.push_front(std::move(entry));
+  std::size_t bytes = 0, count = 0;
+  auto kept = m_entries.begin();
+  for (; kept != m_entries.end() && count < most_entries; ++kept, ++count) {
+    bytes += kept->key.size() + (kept->grammar ? kept->grammar->bytes() : 0);
+    if (bytes > most_kept) break;
+  }
+  m_entries.erase(kept, m_entries.end());
+}
+
 std::shared_ptr<const TokenGrammar> AnswerGrammars::get(
     const std::string& key,
     const std::function<std::shared_ptr<const TokenGrammar>(const Vocabulary&)>& make) {
@@ -247,15 +269,21 @@ std::shared_ptr<const TokenGrammar> AnswerGrammars::get(
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
     const auto found = std::find_if(m_entries.begin(), m_entries.end(),
-                                    [&](const Entry& entry) { return entry.first == key; });
-    if (found != m_entries.end()) {
-      m_entries.splice(m_entries.begin(), m_entries, found);
-      return found->second;
-    }
+                                    [&](const Entry& entry) { return entry.key == key; });
+    if (found != m_entries.end()) return result_of(found);
     if (!m_vocabulary) m_vocabulary = m_make_vocabulary();
     vocabulary = m_vocabulary;
   }
-  std::shared_ptr<const TokenGrammar> made = make(vocabulary);
+  std::shared_ptr<const TokenGrammar> made;
+  try {
+    made = make(vocabulary);
+  } catch (const BadRequest&) {
+    throw;
+  } catch (const Error& error) {
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    keep({key, nullptr, error.what()});
+    throw;
+  }
   const std::lock_guard<std::mutex> lock(m_mutex);
   m_alive.erase(std::remove_if(m_alive.begin(), m_alive.end(),
                                [](const auto& grammar) { return grammar.expired(); }),
@@ -268,11 +296,7 @@ std::shared_ptr<const TokenGrammar> AnswerGrammars::get(
   if (bytes > most_alive) {
     throw Error("the grammars of requests in progress take too much memory; try again later");
   }
-  m_entries.emplace_front(key, made);
-  bytes = 0;
-  auto kept = m_entries.begin();
-  while (kept != m_entries.end() && (bytes += kept->second->bytes()) <= most_kept) ++kept;
-  m_entries.erase(kept, m_entries.end());
+  keep({key, made, {}});
   return made;
 }
 

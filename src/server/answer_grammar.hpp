@@ -27,13 +27,22 @@ class AnswerGrammars {
       : m_make_vocabulary(std::move(make_vocabulary)) {}
 
   /// Returns the grammar of `key`, made by `make` if it is not kept. Throws Error if the grammars
-  /// of requests in progress take too much memory.
+  /// of requests in progress take too much memory, and what `make` throws, also when it is asked
+  /// again.
   std::shared_ptr<const TokenGrammar> get(
       const std::string& key,
       const std::function<std::shared_ptr<const TokenGrammar>(const Vocabulary&)>& make);
 
  private:
-  using Entry = std::pair<std::string, std::shared_ptr<const TokenGrammar>>;
+  struct Entry {
+    std::string key;
+    std::shared_ptr<const TokenGrammar> grammar;  // null: it was refused
+    std::string failure;
+  };
+  using Entries = std::list<Entry>;
+
+  std::shared_ptr<const TokenGrammar> result_of(Entries::iterator entry);
+  void keep(Entry entry);
 
   std::function<Vocabulary()> m_make_vocabulary;
   std::mutex m_mutex;

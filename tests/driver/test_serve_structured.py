@@ -60,11 +60,14 @@ class Answers(SharedServerTest):
             self.assertEqual(status, 400, fields)
             self.assertIn(words, json.loads(body)["error"]["message"])
 
-    def test_ambiguous_grammars_end_their_request_alone(self):
-        status, _, body = self.server.request("POST", CHAT, {**ASK, "max_tokens": 400,
-                                                        "grammar": 'root ::= root root root | "a" | ""'})
-        self.assertIn(status, (200, 400, 500))
-        self.assertIn("content" if status == 200 else "ambiguous", body.decode())
+    def test_hostile_forms(self):
+        """Each is refused, or ends its own request alone."""
+        deep = '{"items":' * 45000 + "{}" + "}" * 45000
+        for fields in ({"guided_json": deep}, {"grammar": 'root ::= root root root | "a" | ""'}, {"guided_regex": "(" * 60000},
+                       {"grammar": "root ::= s\ns ::= [a-z ] | s s s"}, {"guided_json": {"type": "string", "minLength": 6000, "format": "email"}},
+                       {"guided_json": {"$ref": "#"}}, {"grammar": "root ::= [a-z ] root | [a-z ]"}):
+            status, _, body = self.server.request("POST", CHAT, {**ASK, "max_tokens": 300, "ignore_eos": True, **fields})
+            self.assertIn(status, (200, 400), body[:300])
         self.assertEqual(text_of(self.ask(guided_choice=["b"])), "b")
 
 

@@ -43,7 +43,6 @@ class Continuation {
   /// if logits are not finite, or if no token may be drawn. Throws Error if a grammar is too
   /// ambiguous.
   TokenId draw(const StepResult& result);
-  /// Throws Error if a grammar forbids the token.
   void append(TokenId token);
   const std::vector<TokenId>& tokens() const { return m_tokens; }
 

@@ -82,15 +82,15 @@ class Sampler {
 
   /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.
   void append_prompt(const std::vector<TokenId>& tokens);
-  /// Appends the next token of the answer. operator() does not append it. Throws Error if the
-  /// grammar forbids it.
+  /// Appends the next token of the answer. operator() does not append it. If the grammar forbids
+  /// it, the next operator() throws: ranks without a grammar draw and append as well.
   void append(TokenId token);
   /// Whether the grammar lets no token follow, so that the answer is complete.
-  bool is_complete() const { return m_grammar && m_grammar->must_end(); }
+  bool is_complete() const;
 
   /// Returns the next token, given the model's own logits; ties give the smaller id. Returns -1 if
   /// a logit is NaN, the largest is not finite, or no token may be drawn. Throws Error if a grammar
-  /// is too ambiguous.
+  /// is too ambiguous, or has forbidden an earlier token.
   TokenId operator()(const std::vector<float>& original);
   /// Applies the options to the logits, in float as in transformers: penalties, biases, and -inf
   /// for tokens that must not be drawn. Ids beyond the logits are ignored.
@@ -115,6 +115,7 @@ class Sampler {
   bool m_changes_logits = false;
   std::mt19937_64 m_random;
   std::optional<TokenGrammar::State> m_grammar;
+  std::string m_failure;  // of the grammar; empty: none
   // Earlier tokens, with the prompt first. Empty if no option uses them.
   std::vector<TokenId> m_tokens;
   std::size_t m_prompt_tokens = 0;

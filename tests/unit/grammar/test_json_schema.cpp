@@ -2,8 +2,10 @@
 
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "files/parsed_json.hpp"
 #include "grammar/json_schema.hpp"
 #include "unit/grammar/reference_match.hpp"
 #include "unit/temporary_folder.hpp"
@@ -15,6 +17,8 @@ using kvzap::test::expect_error;
 using kvzap::test::ReferenceMatch;
 using Json = nlohmann::ordered_json;
 
+Json parsed(std::string_view text) { return kvzap::files::parse_ordered_json(text, "the schema"); }
+
 constexpr JsonSchemaOptions compact_json = {false, false};
 
 struct SchemaCase {
@@ -25,7 +29,7 @@ struct SchemaCase {
 void expect_documents(const std::vector<SchemaCase>& cases,
                       const JsonSchemaOptions& options = compact_json) {
   for (const SchemaCase& each : cases) {
-    const Grammar grammar = read_json_schema(Json::parse(each.schema), options);
+    const Grammar grammar = read_json_schema(parsed(each.schema), options);
     for (const char* text : each.taken) {
       EXPECT_TRUE(ReferenceMatch::matches(grammar, text)) << each.schema << "\n" << text;
     }
@@ -80,6 +84,9 @@ TEST(JsonSchema, Numbers) {
       {R"({"type":"integer","minimum":-5,"maximum":120})",
        {"-5", "0", "120"},
        {"-6", "121", "1.5"}},
+      {R"({"type":"number","minimum":-1,"exclusiveMaximum":0})",
+       {"-0.5", "-1"},
+       {"-0", "-0.00", "0"}},
       {R"({"type":"integer","exclusiveMinimum":0,"exclusiveMaximum":3})", {"1", "2"}, {"0", "3"}},
       {R"({"type":"integer","minimum":0,"exclusiveMinimum":true})", {"1"}, {"0", "-1"}},
       {R"({"type":"number","minimum":0.5,"maximum":1.5})",
@@ -304,7 +311,7 @@ TEST(JsonSchema, References) {
 
 TEST(JsonSchema, WhiteSpaceIsBounded) {
   const char* schema = R"({"type":"object","properties":{"a":{"type":"array"},"b":{"const":[1]}}})";
-  const Grammar grammar = read_json_schema(Json::parse(schema));
+  const Grammar grammar = read_json_schema(parsed(schema));
   for (const char* text :
        {R"({"a":[1],"b":[1]})", R"({"a": [1, 2], "b": [1]})",
         "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": [\n    1\n  ]\n}", "{ \"b\": [ 1 ] }"}) {
@@ -337,8 +344,8 @@ TEST(JsonSchema, AnyJson) {
 TEST(JsonSchema, IsAPartOfALargerGrammar) {
   Grammar grammar;
   const RuleId root = grammar.add("root");
-  const RuleId a = add_json_schema(grammar, Json::parse(R"({"const":1})"));
-  const RuleId b = add_json_schema(grammar, Json::parse(R"({"type":"object","maxProperties":0})"));
+  const RuleId a = add_json_schema(grammar, parsed(R"({"const":1})"));
+  const RuleId b = add_json_schema(grammar, parsed(R"({"type":"object","maxProperties":0})"));
   grammar.rules[0].body = sequence({literal("<"), call(a), call(b), literal(">")});
   grammar.root = root;
   EXPECT_TRUE(ReferenceMatch::matches(grammar, "<1{}>"));
@@ -390,7 +397,7 @@ TEST(JsonSchema, RefusesByPointerAndKeyword) {
       {R"({"patternProperties":{"a":{},"b":{},"c":{},"d":{},"e":{}}})", "#", "patternProperties"},
   };
   for (const auto& each : cases) {
-    expect_error([&] { read_json_schema(Json::parse(each.schema)); },
+    expect_error([&] { read_json_schema(parsed(each.schema)); },
                  {"JSON schema", each.place, each.message});
   }
 }

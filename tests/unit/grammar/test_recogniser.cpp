@@ -94,6 +94,22 @@ TEST(Recogniser, EachStateCanReachAnEnd) {
   }
 }
 
+TEST(Recogniser, RightRecursionKeepsFewItems) {
+  ByteSet letters;
+  for (char c = 'a'; c <= 'z'; ++c) letters.set(static_cast<unsigned char>(c));
+  Grammar grammar;
+  const RuleId root = grammar.add("root");
+  grammar.rules[0].body = choice({sequence({one_byte(letters), call(root)}), one_byte(letters)});
+  const Automaton automaton = compile(grammar);
+  Recogniser recogniser(automaton);
+  for (int i = 0; i < 3000; ++i) {
+    ASSERT_TRUE(recogniser.read_byte(static_cast<unsigned char>('a' + i % 26)));
+    ASSERT_TRUE(recogniser.is_match());
+  }
+  EXPECT_LT(recogniser.end() - recogniser.begin(), 4);
+  EXPECT_LT(recogniser.work(), 20'000'000U);
+}
+
 TEST(TokenMasks, AllowTheTokensWhoseBytesMayFollow) {
   std::vector<std::string> vocabulary = texts_up_to(4);
   vocabulary.push_back("ab");  // twice

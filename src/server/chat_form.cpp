@@ -6,7 +6,7 @@ namespace kvzap::server {
 
 BadRequest ChatForm::renamed(const BadRequest& error) const {
   for (const auto& [name, own] : names) {
-    const auto begins = [&](const std::string& text) {
+    const auto begins = [&name = name](const std::string& text) {
       return text.compare(0, name.size(), name) == 0;
     };
     if (!begins(error.field)) continue;

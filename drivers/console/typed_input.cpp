@@ -90,6 +90,12 @@ std::string clean_paste(std::string_view pasted) {
 // Limit on a message: more than any model's context holds.
 constexpr std::size_t most_message_bytes = std::size_t{64} << 20;
 
+/// Whether a read that ended, or failed with `error`, shows that the terminal was closed.
+bool has_hung_up(int descriptor, int error) {
+  if (isatty(descriptor) != 0) return error == EIO;
+  return errno == EIO;  // of a terminal that is gone; other files are no terminals
+}
+
 }  // namespace
 
 void check_message_size(std::size_t bytes) {
@@ -109,14 +115,15 @@ InputEnd read_more(int descriptor, std::string& bytes, const std::function<void(
     std::array<char, 1 << 16> buffer = {};
     const ssize_t count = ready < 0 ? -1 : ::read(descriptor, buffer.data(), buffer.size());
     if (count < 0 && errno == EINTR) continue;
+    const int error = count < 0 ? errno : 0;
     // A closed terminal may be noticed before its signal arrives.
-    if (count < 0 && errno == EIO && isatty(descriptor) != 0) {
+    if (count <= 0 && has_hung_up(descriptor, error)) {
       caught_signal = SIGHUP;
       return InputEnd::signal;
     }
     if (count < 0) {
       throw Error(fmt::format("standard input: cannot be read: {}",
-                              std::generic_category().message(errno)));
+                              std::generic_category().message(error)));
     }
     bytes.append(buffer.data(), static_cast<std::size_t>(count));
     return count == 0 ? InputEnd::end : InputEnd::input;

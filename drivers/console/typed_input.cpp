@@ -116,9 +116,11 @@ InputEnd read_more(int descriptor, std::string& bytes, const std::function<void(
     const ssize_t count = ready < 0 ? -1 : ::read(descriptor, buffer.data(), buffer.size());
     if (count < 0 && errno == EINTR) continue;
     const int error = count < 0 ? errno : 0;
-    // A closed terminal may be noticed before its signal arrives.
+    // A closed terminal may be noticed before its signal arrives, which must find its handler.
     if (count <= 0 && has_hung_up(descriptor, error)) {
-      caught_signal = SIGHUP;
+      constexpr int most_waits = 1000;  // milliseconds
+      for (int i = 0; i < most_waits && caught_signal == 0; ++i) poll(nullptr, 0, 1);
+      if (caught_signal == 0) caught_signal = SIGHUP;
       return InputEnd::signal;
     }
     if (count < 0) {

@@ -33,16 +33,19 @@ class RandomGrammar {
       case 6:
         return choice(parts(depth, rules));
       case 7: {
-        const int least = below(3);
-        return repeat(expression(depth - 1, rules), least, least + below(3));
+        const int least = below(3), more = below(3);
+        return repeat(expression(depth - 1, rules), least, least + more);
       }
-      case 8:
-        // Too long to be written out.
-        return below(2) == 0 ? repeat(expression(depth - 1, rules), below(4), 200)
-                             : repeat(expression(depth - 1, rules), below(3));
-      default:
-        return below(2) == 0 ? both(expression(depth - 1, 0), expression(depth - 1, 0))
-                             : difference(expression(depth - 1, 0), expression(depth - 1, 0));
+      case 8: {
+        const bool is_long = below(2) == 0;  // too long to be written out
+        const int least = below(is_long ? 4 : 3);
+        return repeat(expression(depth - 1, rules), least, is_long ? 200 : unlimited);
+      }
+      default: {
+        const bool is_both = below(2) == 0;
+        const Expr first = expression(depth - 1, 0), second = expression(depth - 1, 0);
+        return is_both ? both(first, second) : difference(first, second);
+      }
     }
   }
 

@@ -456,8 +456,7 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   // Any rank may request logits; all ranks take part in gathering them.
   const bool wants_logits = options.on_logits || said.output() == StepOutput::logits;
   const bool greedy = comm.all_reduce_max(wants_logits ? 1 : 0) == 0;
-  const bool ends_by_text =
-      comm.all_reduce_max(options.ends_after || options.sampling.grammar ? 1 : 0) != 0;
+  m_ends_by_text = comm.all_reduce_max(options.ends_after || options.sampling.grammar ? 1 : 0) != 0;
   const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
   const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
     if (part == StepPart::question && runs_whole()) {
@@ -508,15 +507,8 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
     }
     if (!said.tokens().empty()) token = next({said.tokens().back()}, StepPart::generated);
     if (token < 0) throw_not_finite();
-    said.append(token);
     note();
-    if (ends_by_text) {
-      bool ends =
-          said.is_complete() || (options.ends_after && comm.is_root() && options.ends_after(token));
-      comm.broadcast(&ends, sizeof(ends), 0);
-      said.set_complete(ends);
-    }
-    if (options.on_token) options.on_token(token);
+    take(token, options);
   }
   answer.stop_reason = *end;
   m_has_ended = true;
@@ -526,6 +518,19 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   trim();
   answer.cache = report();
   return answer;
+}
+
+// Appends a token to the answer. Rank 0 may know that the answer ends with it.
+void Generator::take(TokenId token, const AnswerOptions& options) {
+  m_answer->append(token);
+  if (m_ends_by_text) {
+    const Communicator& comm = m_engine->communicator();
+    bool ends = m_answer->is_complete() ||
+                (options.ends_after && comm.is_root() && options.ends_after(token));
+    comm.broadcast(&ends, sizeof(ends), 0);
+    m_answer->set_complete(ends);
+  }
+  if (options.on_token) options.on_token(token);
 }
 
 // Runs context and question in one step, after which the policy chooses.

@@ -39,8 +39,7 @@ bool Generator::run_draft(const std::vector<TokenId>& draft, const AnswerOptions
       const bool is_accepted = i < draft.size() && token == draft[i];
       accepted += is_accepted ? 1 : 0;
       ++m_tokens;
-      said.append(token);
-      if (options.on_token) options.on_token(token);
+      take(token, options);
       // A snapshot within on_token has taken back the rest of the draft.
       if (!is_accepted || !m_has_draft || said.end(m_tokens)) break;
     }

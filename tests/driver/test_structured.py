@@ -55,6 +55,17 @@ class Programs(TestCase):
         self.assertEqual(self.answer("--question", CASES[0]["question"], "--stop", word, "--stop", "zzz"), before)
         self.assertEqual(self.answer("--question", CASES[0]["question"], "--stop", word, ranks=2), before)
 
+    def test_forms_and_drafts(self):
+        """Drafts change neither where an answer ends nor what it may be, on any number of ranks."""
+        flags = ["--question", "Repeat: " + CASES[0]["context"][:200], "--ignore-eos", "--dtype", "f32"]
+        whole = self.answer(*flags)
+        stop = whole.split()[len(whole.split()) // 2]
+        for form in (["--stop", stop], ["--grammar", 'root ::= ("the code is " [0-9]{2} "; "){4}'],
+                     ["--json-schema", json.dumps(SCHEMA)]):
+            expected = self.answer(*flags, *form)
+            for ranks in (0, 2):
+                self.assertEqual(self.answer(*flags, *form, "--lookup", "8", ranks=ranks), expected, (form, ranks))
+
     def test_errors(self):
         bad = self.folder / "bad.json"
         bad.write_text("{")

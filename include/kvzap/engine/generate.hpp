@@ -209,6 +209,7 @@ class Generator {
   void begin_answer();
   void forget_answer();
   TokenId draw(const StepResult& result, const AnswerOptions& options);
+  void take(TokenId token, const AnswerOptions& options);
   bool run_draft(const std::vector<TokenId>& draft, const AnswerOptions& options, bool greedy);
   void take_back_draft();
   Answer generate(const AnswerOptions& options, const std::vector<TokenId>& earlier);
@@ -235,6 +236,7 @@ class Generator {
   std::vector<TokenId> m_question;
   std::optional<Continuation> m_answer;  // if one has begun
   bool m_has_ended = false;              // whether the answer has ended
+  bool m_ends_by_text = false;           // rank 0 decides after each token
   std::uint64_t m_seed = 0;              // the seed with which the answer began
 };
 

@@ -520,19 +520,6 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   return answer;
 }
 
-// Appends a token to the answer. Rank 0 may know that the answer ends with it.
-void Generator::take(TokenId token, const AnswerOptions& options) {
-  m_answer->append(token);
-  if (m_ends_by_text) {
-    const Communicator& comm = m_engine->communicator();
-    bool ends = m_answer->is_complete() ||
-                (options.ends_after && comm.is_root() && options.ends_after(token));
-    comm.broadcast(&ends, sizeof(ends), 0);
-    m_answer->set_complete(ends);
-  }
-  if (options.on_token) options.on_token(token);
-}
-
 // Runs context and question in one step, after which the policy chooses.
 std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& question,
                                              StepOutput output, const ProgressCallback& progress) {

@@ -1,4 +1,4 @@
-// Steps of a generator that check drafts.
+// How a generator takes the tokens of an answer, and steps that check drafts.
 #include <kvzap/engine/generate.hpp>
 #include <utility>
 
@@ -7,6 +7,19 @@
 namespace kvzap {
 
 using engine::throw_not_finite;
+
+// Appends a token to the answer. Rank 0 may know that the answer ends with it.
+void Generator::take(TokenId token, const AnswerOptions& options) {
+  m_answer->append(token);
+  if (m_ends_by_text) {
+    const Communicator& comm = m_engine->communicator();
+    bool ends = m_answer->is_complete() ||
+                (options.ends_after && comm.is_root() && options.ends_after(token));
+    comm.broadcast(&ends, sizeof(ends), 0);
+    m_answer->set_complete(ends);
+  }
+  if (options.on_token) options.on_token(token);
+}
 
 // Takes back the tokens of a draft that the answer does not have.
 void Generator::take_back_draft() {

@@ -98,6 +98,8 @@ Expr one_byte(const ByteSet& bytes) {
   return made;
 }
 
+Expr any_text() { return repeat(one_byte(ByteSet().set()), 0); }
+
 Expr literal(std::string_view text) {
   auto made = std::make_shared<Expression>();
   made->kind = Kind::text;
@@ -173,11 +175,8 @@ std::vector<CodePoints> complement(std::vector<CodePoints> ranges) {
 
 Expr until(std::string_view mark) {
   // What contains the mark and one byte more is no shortest text.
-  ByteSet any;
-  any.set();
-  const Expr all = repeat(one_byte(any), 0);
-  return difference(sequence({all, literal(mark)}),
-                    sequence({all, literal(mark), one_byte(any), all}));
+  const Expr all = any_text(), byte = one_byte(ByteSet().set());
+  return difference(sequence({all, literal(mark)}), sequence({all, literal(mark), byte, all}));
 }
 
 }  // namespace kvzap::grammar

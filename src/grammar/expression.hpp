@@ -51,6 +51,8 @@ struct Expression {
 Expr nothing();
 Expr empty();
 Expr one_byte(const ByteSet& bytes);
+/// Any bytes, or none.
+Expr any_text();
 /// The bytes of a text.
 Expr literal(std::string_view text);
 Expr special_token(TokenId token);

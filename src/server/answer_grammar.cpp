@@ -11,7 +11,6 @@
 #include "files/parsed_json.hpp"
 #include "grammar/gbnf.hpp"
 #include "grammar/json_schema.hpp"
-#include "grammar/json_strings.hpp"
 #include "grammar/regular_expression.hpp"
 #include "server/tool_bodies.hpp"
 #include "server/tool_rules.hpp"
@@ -215,9 +214,7 @@ class AnswerRules {
       return sequence({text_without(marks_of(m_format.style).begin, m_write), optional(calls)});
     }
     // A text that begins as a call does is one.
-    grammar::ByteSet bytes;
-    bytes.set();
-    const Expr any = repeat(grammar::one_byte(bytes), 0);
+    const Expr any = grammar::any_text();
     const Expr begins = sequence({blank(), literal("{"), blank(), literal("\"name\""), any});
     return choice({grammar::difference(any, begins), calls});
   }

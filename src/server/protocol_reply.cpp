@@ -100,36 +100,32 @@ std::string error_body(const std::string& what, const std::string& type, const s
   return files::json_text({{"error", error}});
 }
 
+struct AnswerText::UntilStop : text::TextUntilMark {
+  using TextUntilMark::TextUntilMark;
+};
+
+AnswerText::AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop)
+    : m_decoder(tokenizer), m_until_stop(std::make_unique<UntilStop>(std::move(stop))) {}
 AnswerText::AnswerText(const Tokenizer& tokenizer, const ApiRequest& request)
     // A completion goes on with the prompt's text, so the space of its first token counts.
     : m_decoder(tokenizer, !request.format || !request.format->needs_special_tokens(),
                 !request.is_chat()),
-      m_stop(request.stop) {}
+      m_until_stop(std::make_unique<UntilStop>(request.stop)) {}
+AnswerText::AnswerText(AnswerText&&) noexcept = default;
+AnswerText& AnswerText::operator=(AnswerText&&) noexcept = default;
+AnswerText::~AnswerText() = default;
 
 std::string AnswerText::append(TokenId token) {
-  if (m_has_stopped) return {};
-  m_held += m_decoder.append(token);
-  return release(false);
+  return has_stopped() ? std::string() : m_until_stop->append(m_decoder.append(token));
 }
 
 std::string AnswerText::finish() {
-  if (m_has_stopped) return {};
-  m_held += m_decoder.finish();
-  return release(true);
+  if (has_stopped()) return {};
+  std::string text = m_until_stop->append(m_decoder.finish());
+  return text + m_until_stop->finish();
 }
 
-std::string AnswerText::release(bool all) {
-  const text::FoundMark end = text::first_mark(m_held, m_stop);
-  if (!end.mark.empty()) {
-    m_has_stopped = true;
-    m_found = end.mark;
-    return m_held.substr(0, end.place);
-  }
-  const std::size_t kept = all ? 0 : text::length_of_beginning(m_held, m_stop);
-  std::string said = m_held.substr(0, m_held.size() - kept);
-  m_held.erase(0, m_held.size() - kept);
-  return said;
-}
+const std::string& AnswerText::found() const { return m_until_stop->found(); }
 
 TokenCounts ReplyWriter::count(const std::vector<Ending>& endings) const {
   TokenCounts counts;

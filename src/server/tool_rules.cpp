@@ -15,6 +15,7 @@
 namespace kvzap::server {
 namespace {
 
+using grammar::any_text;
 using grammar::call;
 using grammar::choice;
 using grammar::Expr;
@@ -23,12 +24,6 @@ using grammar::literal;
 using grammar::optional;
 using grammar::repeat;
 using grammar::sequence;
-
-Expr any_text() {
-  grammar::ByteSet bytes;
-  bytes.set();
-  return repeat(grammar::one_byte(bytes), 0);
-}
 
 /// Writes the calls of one style.
 class CallRules {

@@ -133,26 +133,26 @@ std::string messages_error_body(const std::string& what, const std::string& type
 /// The text of an answer, token by token, up to the first stop text.
 class AnswerText {
  public:
-  AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop)
-      : m_decoder(tokenizer), m_stop(std::move(stop)) {}
+  AnswerText(const Tokenizer& tokenizer, std::vector<std::string> stop);
   /// The text of an answer to `request`.
   AnswerText(const Tokenizer& tokenizer, const ApiRequest& request);
+  AnswerText(AnswerText&&) noexcept;
+  AnswerText& operator=(AnswerText&&) noexcept;
+  ~AnswerText();
   /// Adds a token and returns new text. Holds back text that may begin a stop text.
   std::string append(TokenId token);
   /// Returns the text held back.
   std::string finish();
   /// Whether a stop text was found.
-  bool has_stopped() const { return m_has_stopped; }
+  bool has_stopped() const { return !found().empty(); }
   /// The stop text that was found; empty: none.
-  const std::string& found() const { return m_found; }
+  const std::string& found() const;
 
  private:
-  std::string release(bool all);
+  struct UntilStop;
 
   Tokenizer::StreamDecoder m_decoder;
-  std::vector<std::string> m_stop;
-  std::string m_held, m_found;
-  bool m_has_stopped = false;
+  std::unique_ptr<UntilStop> m_until_stop;
 };
 
 /// A token with its log probability and those of the likeliest tokens.

@@ -40,15 +40,15 @@ bool looks_like_lark(std::string_view text) {
 
 class GbnfReader {
  public:
-  explicit GbnfReader(std::string_view text) : text_(text) {}
+  explicit GbnfReader(std::string_view text) : m_text(text) {}
 
   Grammar read() {
-    if (text_.size() > max_gbnf_bytes) {
+    if (m_text.size() > max_gbnf_bytes) {
       throw Error(fmt::format("grammar: expected at most {} bytes, found {}", max_gbnf_bytes,
-                              text_.size()));
+                              m_text.size()));
     }
-    if (!text::is_valid_utf8(text_)) throw Error("grammar: expected UTF-8");
-    if (looks_like_lark(text_)) {
+    if (!text::is_valid_utf8(m_text)) throw Error("grammar: expected UTF-8");
+    if (looks_like_lark(m_text)) {
       throw Error(
           "grammar: expected GBNF, found Lark's notation: write 'name ::= …' for 'name: …', "
           "name the first rule 'root', write [a-z]+ for /[a-z]+/, and add white space where "
@@ -56,22 +56,22 @@ class GbnfReader {
     }
     skip();
     while (!at_end()) rule();
-    for (std::size_t i = 0; i < grammar_.rules.size(); ++i) {
-      if (!grammar_.rules[i].body) fail(places_[i], "no rule '" + grammar_.rules[i].name + "'");
+    for (std::size_t i = 0; i < m_grammar.rules.size(); ++i) {
+      if (!m_grammar.rules[i].body) fail(m_places[i], "no rule '" + m_grammar.rules[i].name + "'");
     }
-    const auto root = names_.find("root");
-    if (root == names_.end()) throw Error("grammar: expected a rule 'root ::= …'");
-    grammar_.root = root->second;
-    if (!makes_text(grammar_, 0, grammar_.root)) {
+    const auto root = m_names.find("root");
+    if (root == m_names.end()) throw Error("grammar: expected a rule 'root ::= …'");
+    m_grammar.root = root->second;
+    if (!makes_text(m_grammar, 0, m_grammar.root)) {
       throw Error("grammar: the rule 'root' makes no text");
     }
-    return std::move(grammar_);
+    return std::move(m_grammar);
   }
 
  private:
-  [[noreturn]] void fail(const std::string& message) const { fail(at_, message); }
+  [[noreturn]] void fail(const std::string& message) const { fail(m_at, message); }
   [[noreturn]] void fail(std::size_t at, const std::string& message) const {
-    const std::string_view before = text_.substr(0, at);
+    const std::string_view before = m_text.substr(0, at);
     const std::size_t line_start = before.rfind('\n') + 1;
     const auto lines = std::count(before.begin(), before.end(), '\n');
     const auto column =
@@ -80,11 +80,11 @@ class GbnfReader {
     throw Error(fmt::format("grammar, line {}, column {}: {}", lines + 1, column + 1, message));
   }
 
-  bool at_end() const { return at_ == text_.size(); }
-  bool follows(std::string_view text) const { return text_.substr(at_, text.size()) == text; }
+  bool at_end() const { return m_at == m_text.size(); }
+  bool follows(std::string_view text) const { return m_text.substr(m_at, text.size()) == text; }
   bool take(std::string_view text) {
     if (!follows(text)) return false;
-    at_ += text.size();
+    m_at += text.size();
     return true;
   }
 
@@ -92,9 +92,9 @@ class GbnfReader {
   void skip() {
     while (!at_end()) {
       if (follows("#")) {
-        at_ = std::min(text_.find('\n', at_), text_.size());
+        m_at = std::min(m_text.find('\n', m_at), m_text.size());
       } else if (follows(" ") || follows("\t") || follows("\n") || follows("\r")) {
-        ++at_;
+        ++m_at;
       } else {
         break;
       }
@@ -102,45 +102,45 @@ class GbnfReader {
   }
 
   std::string_view name() {
-    const std::size_t start = at_;
-    while (!at_end() && is_name_character(text_[at_])) ++at_;
-    return text_.substr(start, at_ - start);
+    const std::size_t start = m_at;
+    while (!at_end() && is_name_character(m_text[m_at])) ++m_at;
+    return m_text.substr(start, m_at - start);
   }
 
   /// Whether "name ::=" follows.
   bool rule_follows() {
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     const bool has_name = !name().empty();
-    while (follows(" ") || follows("\t")) ++at_;
+    while (follows(" ") || follows("\t")) ++m_at;
     const bool result = has_name && follows("::=");
-    at_ = start;
+    m_at = start;
     return result;
   }
 
   RuleId rule_of(std::string_view rule_name, std::size_t place) {
-    const auto known = names_.find(std::string(rule_name));
-    if (known != names_.end()) return known->second;
-    if (grammar_.rules.size() == max_gbnf_rules) {
+    const auto known = m_names.find(std::string(rule_name));
+    if (known != m_names.end()) return known->second;
+    if (m_grammar.rules.size() == max_gbnf_rules) {
       fail(place, fmt::format("over {} rules", max_gbnf_rules));
     }
-    const RuleId added = grammar_.add(std::string(rule_name));
-    names_.emplace(rule_name, added);
-    places_.push_back(place);
+    const RuleId added = m_grammar.add(std::string(rule_name));
+    m_names.emplace(rule_name, added);
+    m_places.push_back(place);
     return added;
   }
 
   void rule() {
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     const std::string_view rule_name = name();
     if (rule_name.empty()) fail("expected the name of a rule");
     skip();
     if (!take("::=")) fail(fmt::format("expected '::=' after '{}'", shortened(rule_name)));
     const auto defined = static_cast<std::size_t>(rule_of(rule_name, start));
-    if (grammar_.rules[defined].body) {
+    if (m_grammar.rules[defined].body) {
       fail(start, fmt::format("a second rule '{}'", shortened(rule_name)));
     }
     const Expr body = alternatives(0);
-    grammar_.rules[defined].body = body;
+    m_grammar.rules[defined].body = body;
     if (!at_end() && !rule_follows()) fail("expected a part of a rule, or 'name ::='");
   }
 
@@ -158,19 +158,19 @@ class GbnfReader {
   Expr terms(int depth) {
     std::vector<Expr> parts;
     for (skip(); !at_end() && !follows("|") && !follows(")"); skip()) {
-      if (!is_name_character(text_[at_])) {
-        const std::size_t start = at_;
+      if (!is_name_character(m_text[m_at])) {
+        const std::size_t start = m_at;
         Expr part = term(depth);
         if (!part) {
           if (depth > 0) fail("expected a part of a rule or ')'");
-          at_ = start;
+          m_at = start;
           break;
         }
         parts.push_back(repeated(std::move(part)));
         continue;
       }
       if (rule_follows()) break;
-      const std::size_t start = at_;
+      const std::size_t start = m_at;
       parts.push_back(repeated(call(rule_of(name(), start))));
     }
     return sequence(std::move(parts));
@@ -178,7 +178,7 @@ class GbnfReader {
 
   /// Null if no part begins here.
   Expr term(int depth) {
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     if (take("\"")) return text(start);
     if (take("[")) return code_point(character_class(start));
     if (take(".")) return code_point({{0, last_code_point}});
@@ -193,8 +193,8 @@ class GbnfReader {
   Expr repeated(Expr part) {
     for (int count = 0;; ++count) {
       // As llama.cpp reads it, the operator may stand apart from its part.
-      while (follows(" ") || follows("\t")) ++at_;
-      const std::size_t start = at_;
+      while (follows(" ") || follows("\t")) ++m_at;
+      const std::size_t start = m_at;
       std::int64_t least = 0, most = unlimited;
       if (take("*")) {
       } else if (take("+")) {
@@ -222,15 +222,15 @@ class GbnfReader {
 
   std::int64_t number() {
     skip();
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     std::int64_t value = 0;
-    for (; !at_end() && text_[at_] >= '0' && text_[at_] <= '9'; ++at_) {
-      value = value * 10 + (text_[at_] - '0');
+    for (; !at_end() && m_text[m_at] >= '0' && m_text[m_at] <= '9'; ++m_at) {
+      value = value * 10 + (m_text[m_at] - '0');
       if (value > max_repeat_count) {
         fail(start, fmt::format("expected counts up to {}", max_repeat_count));
       }
     }
-    if (at_ == start) fail("expected a count");
+    if (m_at == start) fail("expected a count");
     return value;
   }
 
@@ -251,7 +251,7 @@ class GbnfReader {
       const char32_t first = character();
       char32_t last = first;
       if (follows("-") && !follows("-]")) {
-        const std::size_t dash = at_++;
+        const std::size_t dash = m_at++;
         if (at_end()) fail(start, "'[' without ']'");
         last = character();
         if (last < first) fail(dash, "a range in the wrong order");
@@ -262,11 +262,11 @@ class GbnfReader {
   }
 
   char32_t character() {
-    const std::size_t start = at_;
-    const auto [code, bytes] = text::first_character(text_.substr(at_));
-    at_ += bytes;
+    const std::size_t start = m_at;
+    const auto [code, bytes] = text::first_character(m_text.substr(m_at));
+    m_at += bytes;
     if (code != '\\') return static_cast<char32_t>(code);
-    const char escape = at_end() ? '\0' : text_[at_++];
+    const char escape = at_end() ? '\0' : m_text[m_at++];
     switch (escape) {
       case 'n':
         return '\n';
@@ -294,8 +294,8 @@ class GbnfReader {
 
   char32_t hexadecimal(int count, std::size_t start) {
     std::uint64_t value = 0;
-    for (int i = 0; i < count; ++i, ++at_) {
-      const char c = at_end() ? '\0' : text_[at_];
+    for (int i = 0; i < count; ++i, ++m_at) {
+      const char c = at_end() ? '\0' : m_text[m_at];
       const char lower = static_cast<char>(c | 0x20);
       if (c >= '0' && c <= '9') {
         value = value * 16 + static_cast<std::uint64_t>(c - '0');
@@ -311,11 +311,11 @@ class GbnfReader {
     return static_cast<char32_t>(value);
   }
 
-  std::string_view text_;
-  std::size_t at_ = 0;
-  Grammar grammar_;
-  std::unordered_map<std::string, RuleId> names_;
-  std::vector<std::size_t> places_;  // where each rule is first named
+  std::string_view m_text;
+  std::size_t m_at = 0;
+  Grammar m_grammar;
+  std::unordered_map<std::string, RuleId> m_names;
+  std::vector<std::size_t> m_places;  // where each rule is first named
 };
 
 }  // namespace

@@ -18,52 +18,52 @@ Expr values_between(Expr open, const Expr& space, Expr values, Expr close) {
 }  // namespace
 
 JsonRules::JsonRules(Grammar& grammar, const JsonSchemaOptions& options)
-    : grammar_(grammar), space_(empty()), comma_(literal(",")), colon_(literal(":")) {
+    : m_grammar(grammar), m_space(empty()), m_comma(literal(",")), m_colon(literal(":")) {
   if (!options.whitespace) return;
   // A rule, because it follows nearly every token.
   const Expr blank = literal(" ");
-  space_ = call(grammar_.add(
+  m_space = call(m_grammar.add(
       "white space",
       optional(choice({blank, sequence({literal("\n"), repeat(blank, 0, most_blanks)})}))));
-  comma_ = sequence({literal(","), space_});
-  colon_ = sequence({literal(":"), optional(blank)});
+  m_comma = sequence({literal(","), m_space});
+  m_colon = sequence({literal(":"), optional(blank)});
 }
 
 RuleId JsonRules::value() {
-  if (value_ >= 0) return value_;
-  value_ = grammar_.add("value");
+  if (m_value >= 0) return m_value;
+  m_value = m_grammar.add("value");
   const Expr body =
       choice({call(object()), call(array()), call(string()), number_texts({}, NumberKind::any),
               literal("true"), literal("false"), literal("null")});
-  grammar_.rules[static_cast<std::size_t>(value_)].body = body;
-  return value_;
+  m_grammar.rules[static_cast<std::size_t>(m_value)].body = body;
+  return m_value;
 }
 
 RuleId JsonRules::object() {
-  if (object_ >= 0) return object_;
-  object_ = grammar_.add("object");
-  const Expr member = sequence({call(string()), colon_, call(value())});
+  if (m_object >= 0) return m_object;
+  m_object = m_grammar.add("object");
+  const Expr member = sequence({call(string()), m_colon, call(value())});
   const Expr body =
-      values_between(literal("{"), space_,
-                     sequence({member, repeat(sequence({comma_, member}), 0)}), literal("}"));
-  grammar_.rules[static_cast<std::size_t>(object_)].body = body;
-  return object_;
+      values_between(literal("{"), m_space,
+                     sequence({member, repeat(sequence({m_comma, member}), 0)}), literal("}"));
+  m_grammar.rules[static_cast<std::size_t>(m_object)].body = body;
+  return m_object;
 }
 
 RuleId JsonRules::array() {
-  if (array_ >= 0) return array_;
-  array_ = grammar_.add("array");
+  if (m_array >= 0) return m_array;
+  m_array = m_grammar.add("array");
   const Expr element = call(value());
   const Expr body =
-      values_between(literal("["), space_,
-                     sequence({element, repeat(sequence({comma_, element}), 0)}), literal("]"));
-  grammar_.rules[static_cast<std::size_t>(array_)].body = body;
-  return array_;
+      values_between(literal("["), m_space,
+                     sequence({element, repeat(sequence({m_comma, element}), 0)}), literal("]"));
+  m_grammar.rules[static_cast<std::size_t>(m_array)].body = body;
+  return m_array;
 }
 
 RuleId JsonRules::string() {
-  if (string_ < 0) string_ = grammar_.add("string", quoted(repeat(any_json_character(), 0)));
-  return string_;
+  if (m_string < 0) m_string = m_grammar.add("string", quoted(repeat(any_json_character(), 0)));
+  return m_string;
 }
 
 Expr JsonRules::literal_value(const SchemaJson& value) const {
@@ -76,14 +76,14 @@ Expr JsonRules::literal_value(const SchemaJson& value) const {
   if (!value.is_structured()) return literal(value.dump());
   std::vector<Expr> parts = {literal(value.is_array() ? "[" : "{")};
   for (const auto& [name, each] : value.items()) {
-    parts.push_back(parts.size() == 1 ? space_ : comma_);
+    parts.push_back(parts.size() == 1 ? m_space : m_comma);
     if (value.is_object()) {
       parts.push_back(literal(json_string(name)));
-      parts.push_back(colon_);
+      parts.push_back(m_colon);
     }
     parts.push_back(literal_value(each));
   }
-  if (!value.empty()) parts.push_back(space_);
+  if (!value.empty()) parts.push_back(m_space);
   parts.push_back(literal(value.is_array() ? "]" : "}"));
   return sequence(std::move(parts));
 }

@@ -10,15 +10,15 @@ namespace {
 class LiveRules {
  public:
   LiveRules(const Grammar& grammar, RuleId first)
-      : grammar_(grammar),
-        first_(static_cast<std::size_t>(first)),
-        is_live_(grammar.rules.size(), false) {
-    std::fill_n(is_live_.begin(), first_, true);
+      : m_grammar(grammar),
+        m_first(static_cast<std::size_t>(first)),
+        m_is_live(grammar.rules.size(), false) {
+    std::fill_n(m_is_live.begin(), m_first, true);
   }
 
   bool reach(RuleId root) {
     find_live();
-    return is_live_[static_cast<std::size_t>(root)];
+    return m_is_live[static_cast<std::size_t>(root)];
   }
 
  private:
@@ -26,17 +26,17 @@ class LiveRules {
 
   /// Rules that call a rule are looked at again when it turns out to make a text.
   void find_live() {
-    std::vector<std::vector<std::size_t>> callers(grammar_.rules.size());
+    std::vector<std::vector<std::size_t>> callers(m_grammar.rules.size());
     std::vector<std::size_t> waiting;
-    for (std::size_t rule = first_; rule < grammar_.rules.size(); ++rule) {
-      collect_calls(*grammar_.rules[rule].body, rule, callers);
+    for (std::size_t rule = m_first; rule < m_grammar.rules.size(); ++rule) {
+      collect_calls(*m_grammar.rules[rule].body, rule, callers);
       waiting.push_back(rule);
     }
     while (!waiting.empty()) {
       const std::size_t rule = waiting.back();
       waiting.pop_back();
-      if (is_live_[rule] || !is_live(*grammar_.rules[rule].body)) continue;
-      is_live_[rule] = true;
+      if (m_is_live[rule] || !is_live(*m_grammar.rules[rule].body)) continue;
+      m_is_live[rule] = true;
       waiting.insert(waiting.end(), callers[rule].begin(), callers[rule].end());
     }
   }
@@ -66,15 +66,15 @@ class LiveRules {
       case Kind::repeat:
         return expression.least == 0 || is_live(*parts[0]);
       case Kind::call:
-        return is_live_[static_cast<std::size_t>(expression.rule)];
+        return m_is_live[static_cast<std::size_t>(expression.rule)];
       default:
         return true;
     }
   }
 
-  const Grammar& grammar_;
-  std::size_t first_;
-  std::vector<bool> is_live_;
+  const Grammar& m_grammar;
+  std::size_t m_first;
+  std::vector<bool> m_is_live;
 };
 
 }  // namespace

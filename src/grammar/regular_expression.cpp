@@ -144,35 +144,35 @@ Part concatenated(const Part& a, const Part& b) {
 class PatternReader {
  public:
   PatternReader(std::string_view pattern, const CharacterWriter& write)
-      : pattern_(pattern), write_(write) {}
+      : m_pattern(pattern), m_write(write) {}
 
   Part read() {
-    if (pattern_.size() > max_pattern_bytes) {
-      fail(fmt::format("expected at most {} bytes, found {}", max_pattern_bytes, pattern_.size()));
+    if (m_pattern.size() > max_pattern_bytes) {
+      fail(fmt::format("expected at most {} bytes, found {}", max_pattern_bytes, m_pattern.size()));
     }
-    if (!text::is_valid_utf8(pattern_)) fail("expected UTF-8");
+    if (!text::is_valid_utf8(m_pattern)) fail("expected UTF-8");
     Part all = alternatives(0);
     if (!at_end()) fail("')' without '('");
     return all;
   }
 
  private:
-  [[noreturn]] void fail(const std::string& message) const { fail(message, at_); }
+  [[noreturn]] void fail(const std::string& message) const { fail(message, m_at); }
   [[noreturn]] static void fail(const std::string& message, std::size_t at) {
     throw Error(fmt::format("regular expression, byte {}: {}", at, message));
   }
 
-  bool at_end() const { return at_ == pattern_.size(); }
-  bool follows(std::string_view text) const { return pattern_.substr(at_, text.size()) == text; }
+  bool at_end() const { return m_at == m_pattern.size(); }
+  bool follows(std::string_view text) const { return m_pattern.substr(m_at, text.size()) == text; }
   bool take(std::string_view text) {
     if (!follows(text)) return false;
-    at_ += text.size();
+    m_at += text.size();
     return true;
   }
   char32_t character() {
     if (at_end()) fail("the pattern ends too early");
-    const auto [code, bytes] = text::first_character(pattern_.substr(at_));
-    at_ += bytes;
+    const auto [code, bytes] = text::first_character(m_pattern.substr(m_at));
+    m_at += bytes;
     return static_cast<char32_t>(code);
   }
 
@@ -209,7 +209,7 @@ class PatternReader {
   }
 
   Part quantified(int depth) {
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     Part part = atom(depth);
     const auto counts = quantifier();
     if (!counts) return part;
@@ -228,8 +228,8 @@ class PatternReader {
   }
 
   bool quantifier_follows() const {
-    return follows("{") && at_ + 1 < pattern_.size() && pattern_[at_ + 1] >= '0' &&
-           pattern_[at_ + 1] <= '9';
+    return follows("{") && m_at + 1 < m_pattern.size() && m_pattern[m_at + 1] >= '0' &&
+           m_pattern[m_at + 1] <= '9';
   }
 
   std::optional<std::pair<std::int64_t, std::int64_t>> quantifier() {
@@ -239,7 +239,7 @@ class PatternReader {
     // Engines disagree on {,n}: a literal, or {0,n}.
     if (follows("{,")) fail("'{,' is not supported: write {0,n}, or \\{ for the character");
     if (!quantifier_follows()) return std::nullopt;
-    const std::size_t start = at_++;
+    const std::size_t start = m_at++;
     const std::int64_t least = count();
     std::int64_t most = least;
     if (take(",")) most = follows("}") ? unlimited : count();
@@ -249,31 +249,31 @@ class PatternReader {
   }
 
   std::int64_t count() {
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     std::int64_t value = 0;
-    for (; !at_end() && pattern_[at_] >= '0' && pattern_[at_] <= '9'; ++at_) {
-      value = value * 10 + (pattern_[at_] - '0');
+    for (; !at_end() && m_pattern[m_at] >= '0' && m_pattern[m_at] <= '9'; ++m_at) {
+      value = value * 10 + (m_pattern[m_at] - '0');
       if (value > max_repeat_count) {
         fail(fmt::format("expected counts up to {}", max_repeat_count), start);
       }
     }
-    if (at_ == start) fail("expected a count");
+    if (m_at == start) fail("expected a count");
     return value;
   }
 
   Part atom(int depth) {
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     if (take("(")) return group(depth, start);
-    if (take("[")) return unbound(write_(character_class(start)));
-    if (take(".")) return unbound(write_(complement(line_ends)));
+    if (take("[")) return unbound(m_write(character_class(start)));
+    if (take(".")) return unbound(m_write(complement(line_ends)));
     if (take("^")) return anchor(Part::start);
     if (take("$")) return anchor(Part::end);
-    if (take("\\")) return unbound(write_(escape(start, false)));
+    if (take("\\")) return unbound(m_write(escape(start, false)));
     if (follows("*") || follows("+") || follows("?") || quantifier_follows()) {
       fail("nothing to repeat");
     }
     const char32_t code = character();
-    return unbound(write_({{code, code}}));
+    return unbound(m_write({{code, code}}));
   }
 
   static Part anchor(unsigned bound) {
@@ -288,9 +288,9 @@ class PatternReader {
       if (follows("<=") || follows("<!")) fail("lookbehind is not supported", start);
       if (take("P=") || take("P>")) fail("back references are not supported", start);
       if (take("P<") || take("<")) {
-        const std::size_t end = pattern_.find('>', at_);
+        const std::size_t end = m_pattern.find('>', m_at);
         if (end == std::string_view::npos) fail("a group's name without '>'", start);
-        at_ = end + 1;
+        m_at = end + 1;
       } else if (!take(":")) {
         fail("expected '(?:' or '(?<name>': flags and other kinds of groups are not supported",
              start);
@@ -307,13 +307,13 @@ class PatternReader {
     while (!take("]")) {
       if (at_end()) fail("'[' without ']'", start);
       const Ranges first = class_atom();
-      const bool is_range =
-          follows("-") && at_ + 1 < pattern_.size() && pattern_[at_ + 1] != ']' && is_one(first);
+      const bool is_range = follows("-") && m_at + 1 < m_pattern.size() &&
+                            m_pattern[m_at + 1] != ']' && is_one(first);
       if (!is_range) {
         ranges.insert(ranges.end(), first.begin(), first.end());
         continue;
       }
-      const std::size_t dash = at_++;
+      const std::size_t dash = m_at++;
       const Ranges last = class_atom();
       if (!is_one(last)) fail("a range to a class of characters", dash);
       if (last[0].first < first[0].first) fail("a range in the wrong order", dash);
@@ -327,7 +327,7 @@ class PatternReader {
   }
 
   Ranges class_atom() {
-    const std::size_t start = at_;
+    const std::size_t start = m_at;
     if (take("\\")) return escape(start, true);
     const char32_t code = character();
     return {{code, code}};
@@ -387,7 +387,7 @@ class PatternReader {
         return control & 0x1F;
       }
       case '0':
-        if (!at_end() && pattern_[at_] >= '0' && pattern_[at_] <= '9') {
+        if (!at_end() && m_pattern[m_at] >= '0' && m_pattern[m_at] <= '9') {
           fail("octal escapes are not supported", start);
         }
         return 0;
@@ -405,10 +405,10 @@ class PatternReader {
   char32_t hexadecimal(std::size_t count, std::size_t start) {
     char32_t value = 0;
     for (std::size_t i = 0; i < count; ++i) {
-      const int digit = at_end() ? -1 : hexadecimal_digit(pattern_[at_]);
+      const int digit = at_end() ? -1 : hexadecimal_digit(m_pattern[m_at]);
       if (digit < 0) fail(fmt::format("expected {} hexadecimal digits", count), start);
       value = value * 16 + static_cast<char32_t>(digit);
-      ++at_;
+      ++m_at;
     }
     return value;
   }
@@ -422,11 +422,11 @@ class PatternReader {
   char32_t unicode(std::size_t start) {
     char32_t code = 0;
     if (take("{")) {
-      const std::size_t first = at_;
-      while (!at_end() && hexadecimal_digit(pattern_[at_]) >= 0 && code <= last_code_point) {
-        code = code * 16 + static_cast<char32_t>(hexadecimal_digit(pattern_[at_++]));
+      const std::size_t first = m_at;
+      while (!at_end() && hexadecimal_digit(m_pattern[m_at]) >= 0 && code <= last_code_point) {
+        code = code * 16 + static_cast<char32_t>(hexadecimal_digit(m_pattern[m_at++]));
       }
-      if (at_ == first || !take("}")) fail("expected hexadecimal digits and '}'", start);
+      if (m_at == first || !take("}")) fail("expected hexadecimal digits and '}'", start);
     } else {
       code = hexadecimal(4, start);
       if (code >= 0xD800 && code < 0xDC00 && take("\\u")) {
@@ -441,27 +441,27 @@ class PatternReader {
   }
 
   Ranges property(std::size_t start, bool negated) {
-    const std::size_t end = pattern_.find('}', at_);
+    const std::size_t end = m_pattern.find('}', m_at);
     if (!take("{") || end == std::string_view::npos) fail("expected {…} after \\p", start);
-    std::string_view name = pattern_.substr(at_, end - at_);
-    at_ = end + 1;
+    std::string_view name = m_pattern.substr(m_at, end - m_at);
+    m_at = end + 1;
     for (const std::string_view prefix : {"gc=", "General_Category="}) {
       if (name.substr(0, prefix.size()) == prefix) name.remove_prefix(prefix.size());
     }
     for (const auto& [long_name, short_name] : category_names) {
       if (name != long_name && name != short_name) continue;
       // Each takes milliseconds.
-      auto [known, is_new] = categories_.try_emplace(short_name);
+      auto [known, is_new] = m_categories.try_emplace(short_name);
       if (is_new) known->second = characters_of_category(short_name);
       return negated ? complement(known->second) : known->second;
     }
     fail("expected a general category of Unicode, as in \\p{L}, \\p{Lu} or \\p{Letter}", start);
   }
 
-  std::string_view pattern_;
-  const CharacterWriter& write_;
-  std::size_t at_ = 0;
-  std::map<std::string_view, Ranges> categories_;
+  std::string_view m_pattern;
+  const CharacterWriter& m_write;
+  std::size_t m_at = 0;
+  std::map<std::string_view, Ranges> m_categories;
 };
 
 }  // namespace

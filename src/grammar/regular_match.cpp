@@ -15,15 +15,15 @@ using Places = std::vector<std::size_t>;
 
 class Matching {
  public:
-  explicit Matching(std::string_view text) : text_(text) {}
+  explicit Matching(std::string_view text) : m_text(text) {}
 
   /// Where texts of the expression that begin at `from` end.
   const Places& ends(const Expression& expression, std::size_t from) {
     const auto key = std::make_pair(&expression, from);
-    const auto known = ends_.find(key);
-    if (known != ends_.end()) return known->second;
+    const auto known = m_ends.find(key);
+    if (known != m_ends.end()) return known->second;
     Places found = found_ends(expression, from);
-    return ends_.emplace(key, std::move(found)).first->second;
+    return m_ends.emplace(key, std::move(found)).first->second;
   }
 
  private:
@@ -43,12 +43,12 @@ class Matching {
       case Kind::nothing:
         return {};
       case Kind::bytes:
-        if (from < text_.size() && expression.bytes[static_cast<unsigned char>(text_[from])]) {
+        if (from < m_text.size() && expression.bytes[static_cast<unsigned char>(m_text[from])]) {
           return {from + 1};
         }
         return {};
       case Kind::text:
-        if (text_.compare(from, expression.text.size(), expression.text) != 0) return {};
+        if (m_text.compare(from, expression.text.size(), expression.text) != 0) return {};
         return {from + expression.text.size()};
       case Kind::sequence: {
         Places places = {from};
@@ -104,8 +104,8 @@ class Matching {
     return all;
   }
 
-  std::string_view text_;
-  std::map<std::pair<const Expression*, std::size_t>, Places> ends_;
+  std::string_view m_text;
+  std::map<std::pair<const Expression*, std::size_t>, Places> m_ends;
 };
 
 }  // namespace

@@ -78,15 +78,15 @@ SchemaGraph::SchemaGraph(const SchemaJson& document) {
 
 void SchemaGraph::index(const SchemaJson& json, int depth) {
   if (depth > max_schema_depth) fail_schema("#", fmt::format("over {} levels", max_schema_depth));
-  if (++values_ > max_schema_values) {
+  if (++m_values > max_schema_values) {
     fail_schema("#", fmt::format("over {} values", max_schema_values));
   }
   if (json.is_object()) {
     const std::string* id = string_member(json, "$id");
-    if (id != nullptr) resources_.emplace(*id, &json);
+    if (id != nullptr) m_resources.emplace(*id, &json);
     const std::string* anchor = string_member(json, "$anchor");
-    if (anchor != nullptr) anchors_.emplace("#" + *anchor, &json);
-    if (id != nullptr && !id->empty() && (*id)[0] == '#') anchors_.emplace(*id, &json);
+    if (anchor != nullptr) m_anchors.emplace("#" + *anchor, &json);
+    if (id != nullptr && !id->empty() && (*id)[0] == '#') m_anchors.emplace(*id, &json);
   }
   if (json.is_structured()) {
     for (const SchemaJson& each : json) index(each, depth + 1);
@@ -94,18 +94,18 @@ void SchemaGraph::index(const SchemaJson& json, int depth) {
 }
 
 void SchemaGraph::work(std::size_t amount) {
-  work_ += amount;
-  if (work_ > max_schema_work) fail_schema("#", "its schemas have too many combinations");
+  m_work += amount;
+  if (m_work > max_schema_work) fail_schema("#", "its schemas have too many combinations");
 }
 
 SchemaId SchemaGraph::add(const SchemaJson& json, const SchemaJson* resource, std::string pointer) {
-  const auto [at, is_new] = by_json_.try_emplace(&json, static_cast<SchemaId>(nodes_.size()));
+  const auto [at, is_new] = m_by_json.try_emplace(&json, static_cast<SchemaId>(m_nodes.size()));
   if (!is_new) return at->second;
   SchemaNode node;
   node.json = &json;
   node.resource = resource_id(json) != nullptr ? &json : resource;
   node.keywords.pointer = std::move(pointer);
-  nodes_.push_back(std::move(node));
+  m_nodes.push_back(std::move(node));
   return at->second;
 }
 
@@ -114,16 +114,16 @@ SchemaId SchemaGraph::add_made(SchemaKeywords keywords) {
   SchemaNode node;
   node.keywords = std::move(keywords);
   node.is_read = node.restricts = true;
-  nodes_.push_back(std::move(node));
-  return static_cast<SchemaId>(nodes_.size()) - 1;
+  m_nodes.push_back(std::move(node));
+  return static_cast<SchemaId>(m_nodes.size()) - 1;
 }
 
 SchemaId SchemaGraph::add_choice(const std::string& pointer, std::vector<SchemaId> any) {
   SchemaKeywords keywords;
   keywords.pointer = pointer;
   const SchemaId node = add_made(std::move(keywords));
-  nodes_[static_cast<std::size_t>(node)].restricts = false;
-  nodes_[static_cast<std::size_t>(node)].any.push_back(std::move(any));
+  m_nodes[static_cast<std::size_t>(node)].restricts = false;
+  m_nodes[static_cast<std::size_t>(node)].any.push_back(std::move(any));
   return node;
 }
 
@@ -134,19 +134,19 @@ SchemaId SchemaGraph::resolve(const SchemaNode& from, const std::string& referen
   const auto hash = std::min(reference.find('#'), reference.size());
   const SchemaJson* at = from.resource;
   if (hash > 0) {
-    const auto known = resources_.find(reference.substr(0, hash));
-    const auto with_hash = resources_.find(reference.substr(0, hash) + "#");
-    if (known == resources_.end() && with_hash == resources_.end()) {
+    const auto known = m_resources.find(reference.substr(0, hash));
+    const auto with_hash = m_resources.find(reference.substr(0, hash) + "#");
+    if (known == m_resources.end() && with_hash == m_resources.end()) {
       fail(fmt::format("expected a reference within the document, as #/$defs/name, found '{}'",
                        reference.substr(0, 200)));
     }
-    at = known != resources_.end() ? known->second : with_hash->second;
+    at = known != m_resources.end() ? known->second : with_hash->second;
   }
   const std::string fragment =
       hash < reference.size() ? unescaped_fragment(reference.substr(hash + 1)) : "";
   if (!fragment.empty() && fragment[0] != '/') {
-    const auto anchor = anchors_.find("#" + fragment);
-    if (anchor == anchors_.end()) fail(fmt::format("no anchor '{}'", fragment.substr(0, 200)));
+    const auto anchor = m_anchors.find("#" + fragment);
+    if (anchor == m_anchors.end()) fail(fmt::format("no anchor '{}'", fragment.substr(0, 200)));
     return add(*anchor->second, from.resource, "#" + fragment);
   }
   const SchemaJson* resource = at;
@@ -171,7 +171,7 @@ SchemaId SchemaGraph::resolve(const SchemaNode& from, const std::string& referen
 }
 
 SchemaNode& SchemaGraph::read(SchemaId node) {
-  SchemaNode& result = nodes_[static_cast<std::size_t>(node)];
+  SchemaNode& result = m_nodes[static_cast<std::size_t>(node)];
   if (!result.is_read) {
     result.is_read = true;
     work(1 + result.json->size());
@@ -189,11 +189,11 @@ std::vector<SchemaSet> SchemaGraph::alternatives(const SchemaSet& schemas) {
 const SchemaGraph::Alternatives& SchemaGraph::alternatives_of(SchemaId node) {
   SchemaNode& known = read(node);
   if (known.alternatives) return *known.alternatives;
-  if (known.is_open && looking_ > 0) throw Unfinished();
+  if (known.is_open && m_looking > 0) throw Unfinished();
   if (known.is_open) {
     fail_schema(known.keywords.pointer, "the schema refers to itself for the same value");
   }
-  if (open_ == deepest_reference) {
+  if (m_open == deepest_reference) {
     fail_schema(known.keywords.pointer,
                 fmt::format("over {} references to references", deepest_reference));
   }
@@ -209,7 +209,7 @@ const SchemaGraph::Alternatives& SchemaGraph::alternatives_of(SchemaId node) {
       --count;
     }
   };
-  const Opened opened(known, open_);
+  const Opened opened(known, m_open);
   known.alternatives = found_alternatives(node);
   return *known.alternatives;
 }
@@ -429,8 +429,8 @@ SchemaGraph::Complement SchemaGraph::complement_of_keywords(SchemaId node, int d
       together.keywords.pointer = own.pointer;
       together.is_read = true;
       together.all = set;
-      nodes_.push_back(std::move(together));
-      const SchemaId other = static_cast<SchemaId>(nodes_.size()) - 1;
+      m_nodes.push_back(std::move(together));
+      const SchemaId other = static_cast<SchemaId>(m_nodes.size()) - 1;
       add_case(object_type, [&, &name = name](SchemaKeywords& each) {
         with_member(each, name, other);
         each.required = {name};

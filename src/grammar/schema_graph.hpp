@@ -104,13 +104,13 @@ class SchemaGraph {
   /// if it needs those.
   template <class Look>
   bool looks(Look&& look) {
-    ++looking_;
+    ++m_looking;
     bool result = false;
     try {
       result = look();
     } catch (const Unfinished&) {
     }
-    --looking_;
+    --m_looking;
     return result;
   }
 
@@ -145,11 +145,11 @@ class SchemaGraph {
   Complement complement(SchemaId node, int depth);
   Complement complement_of_keywords(SchemaId node, int depth);
 
-  std::deque<SchemaNode> nodes_;
-  std::unordered_map<const SchemaJson*, SchemaId> by_json_;
-  std::unordered_map<std::string, const SchemaJson*> anchors_, resources_;
-  std::size_t values_ = 0, work_ = 0;
-  int open_ = 0, looking_ = 0;
+  std::deque<SchemaNode> m_nodes;
+  std::unordered_map<const SchemaJson*, SchemaId> m_by_json;
+  std::unordered_map<std::string, const SchemaJson*> m_anchors, m_resources;
+  std::size_t m_values = 0, m_work = 0;
+  int m_open = 0, m_looking = 0;
 };
 
 /// Reads the keywords of node.json into the node.

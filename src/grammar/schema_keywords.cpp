@@ -17,15 +17,15 @@ constexpr std::int64_t most_count = max_repeat_count;
 class KeywordReader {
  public:
   KeywordReader(SchemaGraph& graph, SchemaNode& node)
-      : graph_(graph), node_(node), json_(*node.json), own_(node.keywords) {}
+      : m_graph(graph), m_node(node), m_json(*node.json), m_own(node.keywords) {}
 
   void read() {
-    if (json_.is_boolean()) {
-      if (!json_.get<bool>()) own_.types = 0;
-      node_.restricts = own_.types == 0;
+    if (m_json.is_boolean()) {
+      if (!m_json.get<bool>()) m_own.types = 0;
+      m_node.restricts = m_own.types == 0;
       return;
     }
-    if (!json_.is_object()) fail("", "expected an object, true or false");
+    if (!m_json.is_object()) fail("", "expected an object, true or false");
     refuse();
     types();
     values();
@@ -35,25 +35,25 @@ class KeywordReader {
     objects();
     choices();
     dependencies();
-    node_.restricts = restricts();
+    m_node.restricts = restricts();
   }
 
  private:
   const SchemaJson* find(const char* keyword) const {
-    const auto at = json_.find(keyword);
-    return at == json_.end() ? nullptr : &*at;
+    const auto at = m_json.find(keyword);
+    return at == m_json.end() ? nullptr : &*at;
   }
 
   [[noreturn]] void fail(std::string_view keyword, const std::string& message) const {
-    fail_schema(keyword.empty() ? own_.pointer : schema_pointer(own_.pointer, keyword), message);
+    fail_schema(keyword.empty() ? m_own.pointer : schema_pointer(m_own.pointer, keyword), message);
   }
 
   SchemaId child(const SchemaJson& json, std::string_view keyword) {
-    return graph_.add(json, node_.resource, schema_pointer(own_.pointer, keyword));
+    return m_graph.add(json, m_node.resource, schema_pointer(m_own.pointer, keyword));
   }
   SchemaId child(const SchemaJson& json, std::string_view keyword, std::string_view member) {
-    return graph_.add(json, node_.resource,
-                      schema_pointer(schema_pointer(own_.pointer, keyword), member));
+    return m_graph.add(json, m_node.resource,
+                       schema_pointer(schema_pointer(m_own.pointer, keyword), member));
   }
 
   std::vector<SchemaId> list(const SchemaJson& json, const char* keyword) {
@@ -75,13 +75,13 @@ class KeywordReader {
 
   void types() {
     if (const SchemaJson* type = find("type")) {
-      own_.types = 0;
+      m_own.types = 0;
       const bool is_list = type->is_array();
       for (const SchemaJson& each : is_list ? *type : SchemaJson::array({*type})) {
-        own_.types |= named_type(each);
+        m_own.types |= named_type(each);
       }
       const SchemaJson* nullable = find("nullable");  // of OpenAPI
-      if (nullable != nullptr && *nullable == true) own_.types |= null_type;
+      if (nullable != nullptr && *nullable == true) m_own.types |= null_type;
     }
   }
 
@@ -99,19 +99,19 @@ class KeywordReader {
   }
 
   void values() {
-    if (const SchemaJson* constant = find("const")) own_.values = {constant};
+    if (const SchemaJson* constant = find("const")) m_own.values = {constant};
     const SchemaJson* allowed = find("enum");
     if (allowed == nullptr) return;
     if (!allowed->is_array()) fail("enum", "expected an array");
-    if (own_.values) {
+    if (m_own.values) {
       // Both hold: the other one becomes a schema of its own.
       SchemaKeywords constant;
-      constant.pointer = own_.pointer;
-      constant.values = own_.values;
-      node_.all.push_back(graph_.add_made(std::move(constant)));
+      constant.pointer = m_own.pointer;
+      constant.values = m_own.values;
+      m_node.all.push_back(m_graph.add_made(std::move(constant)));
     }
-    own_.values.emplace();
-    for (const SchemaJson& each : *allowed) own_.values->push_back(&each);
+    m_own.values.emplace();
+    for (const SchemaJson& each : *allowed) m_own.values->push_back(&each);
   }
 
   void numbers() {
@@ -125,7 +125,7 @@ class KeywordReader {
              "10, 0.5 or 0.01; found " +
                  value.text());
       }
-      own_.numbers.multiples_of.push_back(value);
+      m_own.numbers.multiples_of.push_back(value);
     }
   }
 
@@ -138,7 +138,7 @@ class KeywordReader {
     const SchemaJson* exclusive = find(exclusive_keyword);
     const bool strictly = exclusive != nullptr && *exclusive == true;  // of draft 4
     const auto tighten = [&](const NumberBound& each) {
-      is_least ? own_.numbers.tighten_least(each) : own_.numbers.tighten_most(each);
+      is_least ? m_own.numbers.tighten_least(each) : m_own.numbers.tighten_most(each);
     };
     if (const SchemaJson* inclusive = find(keyword)) {
       tighten({number(keyword, *inclusive), strictly});
@@ -168,20 +168,20 @@ class KeywordReader {
   }
 
   void strings() {
-    own_.length = counts("minLength", "maxLength");
+    m_own.length = counts("minLength", "maxLength");
     if (const SchemaJson* pattern = find("pattern")) {
       if (!pattern->is_string()) fail("pattern", "expected a string");
-      own_.contents.push_back(regular_expression(pattern->get<std::string>(), "pattern"));
+      m_own.contents.push_back(regular_expression(pattern->get<std::string>(), "pattern"));
     }
     if (const SchemaJson* format = find("format"); format != nullptr && format->is_string()) {
       if (Expr texts = json_format(format->get_ref<const std::string&>())) {
-        own_.contents.push_back(std::move(texts));
+        m_own.contents.push_back(std::move(texts));
       }
     }
   }
 
   Expr regular_expression(const std::string& pattern, std::string_view keyword) const {
-    graph_.work(pattern.size());
+    m_graph.work(pattern.size());
     try {
       return read_regular_expression(pattern, json_character, Extent::search);
     } catch (const Error& error) {
@@ -190,23 +190,23 @@ class KeywordReader {
   }
 
   void arrays() {
-    own_.items_count = counts("minItems", "maxItems");
+    m_own.items_count = counts("minItems", "maxItems");
     const SchemaJson *items = find("items"), *prefix = find("prefixItems");
-    if (prefix != nullptr) own_.prefix = list(*prefix, "prefixItems");
+    if (prefix != nullptr) m_own.prefix = list(*prefix, "prefixItems");
     if (items != nullptr && items->is_array()) {
       if (prefix != nullptr) fail("items", "expected a schema beside prefixItems");
-      own_.prefix = list(*items, "items");
+      m_own.prefix = list(*items, "items");
       if (const SchemaJson* further = find("additionalItems")) {
-        own_.items = child(*further, "additionalItems");
+        m_own.items = child(*further, "additionalItems");
       }
     } else if (items != nullptr) {
-      own_.items = child(*items, "items");
+      m_own.items = child(*items, "items");
     }
     const SchemaJson* unique = find("uniqueItems");
-    if (unique != nullptr && *unique == true && own_.items_count.most > 1) {
+    if (unique != nullptr && *unique == true && m_own.items_count.most > 1) {
       fail("uniqueItems", "supported only with maxItems 0 or 1");
     }
-    unevaluated("unevaluatedItems", own_.items);
+    unevaluated("unevaluatedItems", m_own.items);
   }
 
   /// As additionalProperties (items), if no other schema evaluates members (elements).
@@ -220,31 +220,31 @@ class KeywordReader {
   }
 
   void objects() {
-    own_.members = counts("minProperties", "maxProperties");
+    m_own.members = counts("minProperties", "maxProperties");
     if (const SchemaJson* properties = find("properties")) {
       if (!properties->is_object()) fail("properties", "expected an object of schemas");
-      own_.has_properties = true;
+      m_own.has_properties = true;
       for (const auto& [name, schema] : properties->items()) {
         const SchemaId node = child(schema, "properties", name);
-        own_.properties.emplace_back(name, node);
-        own_.by_name.emplace(name, node);
+        m_own.properties.emplace_back(name, node);
+        m_own.by_name.emplace(name, node);
       }
     }
     if (const SchemaJson* patterns = find("patternProperties")) {
       if (!patterns->is_object()) fail("patternProperties", "expected an object of schemas");
       for (const auto& [pattern, schema] : patterns->items()) {
-        own_.key_patterns.push_back({pattern, regular_expression(pattern, "patternProperties"),
-                                     child(schema, "patternProperties", pattern)});
+        m_own.key_patterns.push_back({pattern, regular_expression(pattern, "patternProperties"),
+                                      child(schema, "patternProperties", pattern)});
       }
     }
     if (const SchemaJson* further = find("additionalProperties")) {
-      own_.additional = child(*further, "additionalProperties");
+      m_own.additional = child(*further, "additionalProperties");
     }
-    unevaluated("unevaluatedProperties", own_.additional);
+    unevaluated("unevaluatedProperties", m_own.additional);
     if (const SchemaJson* names = find("propertyNames"))
-      own_.names = child(*names, "propertyNames");
+      m_own.names = child(*names, "propertyNames");
     if (const SchemaJson* required = find("required")) {
-      own_.required = name_list(*required, "required");
+      m_own.required = name_list(*required, "required");
     }
   }
 
@@ -261,20 +261,20 @@ class KeywordReader {
   void choices() {
     if (const SchemaJson* reference = find("$ref")) {
       if (!reference->is_string()) fail("$ref", "expected a string");
-      node_.all.push_back(graph_.resolve(node_, reference->get<std::string>()));
+      m_node.all.push_back(m_graph.resolve(m_node, reference->get<std::string>()));
     }
     if (const SchemaJson* schemas = find("allOf")) {
-      for (const SchemaId each : list(*schemas, "allOf")) node_.all.push_back(each);
+      for (const SchemaId each : list(*schemas, "allOf")) m_node.all.push_back(each);
     }
-    if (const SchemaJson* schemas = find("anyOf")) node_.any.push_back(list(*schemas, "anyOf"));
-    if (const SchemaJson* schemas = find("oneOf")) node_.one.push_back(list(*schemas, "oneOf"));
-    if (const SchemaJson* schema = find("not")) node_.none.push_back(child(*schema, "not"));
+    if (const SchemaJson* schemas = find("anyOf")) m_node.any.push_back(list(*schemas, "anyOf"));
+    if (const SchemaJson* schemas = find("oneOf")) m_node.one.push_back(list(*schemas, "oneOf"));
+    if (const SchemaJson* schema = find("not")) m_node.none.push_back(child(*schema, "not"));
     const SchemaJson *condition = find("if"), *then = find("then"), *otherwise = find("else");
     if (condition == nullptr || (then == nullptr && otherwise == nullptr)) return;
     SchemaNode::Condition all = {child(*condition, "if"), std::nullopt, std::nullopt};
     if (then != nullptr) all.then = child(*then, "then");
     if (otherwise != nullptr) all.otherwise = child(*otherwise, "else");
-    node_.conditions.push_back(all);
+    m_node.conditions.push_back(all);
   }
 
   /// A member is absent, or what it brings with it holds.
@@ -285,10 +285,10 @@ class KeywordReader {
       if (!all->is_object()) fail(keyword, "expected an object");
       for (const auto& [name, brought] : all->items()) {
         SchemaKeywords absence;
-        absence.pointer = schema_pointer(schema_pointer(own_.pointer, keyword), name);
+        absence.pointer = schema_pointer(schema_pointer(m_own.pointer, keyword), name);
         SchemaKeywords false_schema = absence;
         false_schema.types = 0;
-        const SchemaId none = graph_.add_made(std::move(false_schema));
+        const SchemaId none = m_graph.add_made(std::move(false_schema));
         absence.properties.emplace_back(name, none);
         absence.by_name.emplace(name, none);
         SchemaId present;
@@ -296,12 +296,12 @@ class KeywordReader {
           SchemaKeywords together;
           together.pointer = absence.pointer;
           together.required = name_list(brought, keyword);
-          present = graph_.add_made(std::move(together));
+          present = m_graph.add_made(std::move(together));
         } else {
           present = child(brought, keyword, name);
         }
         const std::string pointer = absence.pointer;
-        node_.any.push_back({graph_.add_made(std::move(absence)), present});
+        m_node.any.push_back({m_graph.add_made(std::move(absence)), present});
       }
     }
   }
@@ -310,17 +310,18 @@ class KeywordReader {
     const auto counts_restrict = [](const CountLimits& limits) {
       return limits.least > 0 || limits.most != unlimited;
     };
-    return own_.types != all_types || own_.values || own_.numbers.least || own_.numbers.most ||
-           !own_.numbers.multiples_of.empty() || counts_restrict(own_.length) ||
-           counts_restrict(own_.members) || counts_restrict(own_.items_count) ||
-           !own_.contents.empty() || !own_.prefix.empty() || own_.items || own_.has_properties ||
-           !own_.key_patterns.empty() || own_.additional || own_.names || !own_.required.empty();
+    return m_own.types != all_types || m_own.values || m_own.numbers.least || m_own.numbers.most ||
+           !m_own.numbers.multiples_of.empty() || counts_restrict(m_own.length) ||
+           counts_restrict(m_own.members) || counts_restrict(m_own.items_count) ||
+           !m_own.contents.empty() || !m_own.prefix.empty() || m_own.items ||
+           m_own.has_properties || !m_own.key_patterns.empty() || m_own.additional || m_own.names ||
+           !m_own.required.empty();
   }
 
-  SchemaGraph& graph_;
-  SchemaNode& node_;
-  const SchemaJson& json_;
-  SchemaKeywords& own_;
+  SchemaGraph& m_graph;
+  SchemaNode& m_node;
+  const SchemaJson& m_json;
+  SchemaKeywords& m_own;
 };
 
 }  // namespace

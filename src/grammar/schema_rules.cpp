@@ -18,23 +18,23 @@ Expr any_contents() { return repeat(json_character({{0, last_code_point}}), 0); 
 }  // namespace
 
 SchemaRules::SchemaRules(Grammar& grammar, SchemaGraph& graph, const JsonSchemaOptions& options)
-    : grammar_(grammar),
-      graph_(graph),
-      options_(options),
-      json_(grammar, options),
-      first_(static_cast<RuleId>(grammar.rules.size())) {}
+    : m_grammar(grammar),
+      m_graph(graph),
+      m_options(options),
+      m_json(grammar, options),
+      m_first(static_cast<RuleId>(grammar.rules.size())) {}
 
 RuleId SchemaRules::add(const std::string& name) {
-  if (grammar_.rules.size() - static_cast<std::size_t>(first_) >= max_schema_rules) {
+  if (m_grammar.rules.size() - static_cast<std::size_t>(m_first) >= max_schema_rules) {
     fail_schema("#", fmt::format("over {} rules", max_schema_rules));
   }
-  return grammar_.add(name);
+  return m_grammar.add(name);
 }
 
 RuleId SchemaRules::rule(const SchemaSet& schemas) {
-  const auto known = by_schemas_.find(schemas);
-  if (known != by_schemas_.end()) return known->second;
-  const auto sets = graph_.alternatives(schemas);
+  const auto known = m_by_schemas.find(schemas);
+  if (known != m_by_schemas.end()) return known->second;
+  const auto sets = m_graph.alternatives(schemas);
   RuleId result;
   if (sets.size() == 1) {
     result = rule_of_nodes(sets[0]);
@@ -42,40 +42,40 @@ RuleId SchemaRules::rule(const SchemaSet& schemas) {
     result = add("schema");
     std::vector<Expr> choices;
     for (const SchemaSet& nodes : sets) choices.push_back(call(rule_of_nodes(nodes)));
-    grammar_.rules[static_cast<std::size_t>(result)].body =
+    m_grammar.rules[static_cast<std::size_t>(result)].body =
         choices.empty() ? nothing() : choice(std::move(choices));
   }
-  by_schemas_.emplace(schemas, result);
+  m_by_schemas.emplace(schemas, result);
   return result;
 }
 
 RuleId SchemaRules::rule_of_nodes(const SchemaSet& nodes) {
-  if (nodes.empty()) return json_.value();
-  const auto known = by_nodes_.find(nodes);
-  if (known != by_nodes_.end()) return known->second;
-  const RuleId result = add(graph_.keywords(nodes[0]).pointer);
-  by_nodes_.emplace(nodes, result);
-  waiting_.emplace_back(result, nodes);
+  if (nodes.empty()) return m_json.value();
+  const auto known = m_by_nodes.find(nodes);
+  if (known != m_by_nodes.end()) return known->second;
+  const RuleId result = add(m_graph.keywords(nodes[0]).pointer);
+  m_by_nodes.emplace(nodes, result);
+  m_waiting.emplace_back(result, nodes);
   return result;
 }
 
 void SchemaRules::finish() {
-  while (!waiting_.empty()) {
-    const auto [rule_id, nodes] = std::move(waiting_.front());
-    waiting_.pop_front();
+  while (!m_waiting.empty()) {
+    const auto [rule_id, nodes] = std::move(m_waiting.front());
+    m_waiting.pop_front();
     const Expr texts = body(nodes);
-    grammar_.rules[static_cast<std::size_t>(rule_id)].body = texts;
+    m_grammar.rules[static_cast<std::size_t>(rule_id)].body = texts;
   }
 }
 
 Expr SchemaRules::body(const SchemaSet& nodes) {
-  MergedSchema schema(graph_, nodes);
+  MergedSchema schema(m_graph, nodes);
   std::vector<Expr> choices;
   if (schema.values) {
     const auto values = std::move(*schema.values);
     schema.values.reset();
     for (const SchemaJson* value : values) {
-      if (accepts(graph_, schema, *value)) choices.push_back(json_.literal_value(*value));
+      if (accepts(m_graph, schema, *value)) choices.push_back(m_json.literal_value(*value));
     }
     return choices.empty() ? nothing() : choice(std::move(choices));
   }
@@ -99,27 +99,27 @@ Expr SchemaRules::string(const MergedSchema& schema) {
   if (schema.length.least > schema.length.most) return nothing();
   const bool counts_alone = schema.contents.empty() && schema.excluded.empty();
   if (counts_alone && schema.length.least == 0 && schema.length.most == unlimited) {
-    return call(json_.string());
+    return call(m_json.string());
   }
   // Where characters are only counted, they may have any spelling.
   if (counts_alone) {
     return quoted(repeat(any_json_character(), schema.length.least, schema.length.most));
   }
   const Expr contents = string_contents(schema);
-  return contents ? quoted(contents) : call(json_.string());
+  return contents ? quoted(contents) : call(m_json.string());
 }
 
 Expr SchemaRules::array(const MergedSchema& schema) {
   const std::size_t prefix = schema.prefix_length();
   CountLimits limits = schema.items_count;
   for (std::size_t i = 0; i <= prefix; ++i) {
-    if (allows_nothing(graph_, schema.element(i), 0)) {
+    if (allows_nothing(m_graph, schema.element(i), 0)) {
       limits.most = std::min(limits.most, static_cast<std::int64_t>(i));
       break;
     }
   }
   if (limits.least > limits.most) return nothing();
-  const Expr end = sequence({json_.space(), literal("]")});
+  const Expr end = sequence({m_json.space(), literal("]")});
   const auto given = std::min(static_cast<std::int64_t>(prefix), limits.most);
   // Elements after the first ones.
   const auto rest_limits = [&](std::int64_t before) {
@@ -131,7 +131,7 @@ Expr SchemaRules::array(const MergedSchema& schema) {
   Expr rest = end;
   if (given < limits.most) {
     const Expr element = call_value(schema.element(prefix));
-    const Expr next = sequence({json_.comma(), element});
+    const Expr next = sequence({m_json.comma(), element});
     const auto [least, most] = rest_limits(given);
     if (given > 0) {
       rest = sequence({repeat(next, least, most), end});
@@ -143,15 +143,15 @@ Expr SchemaRules::array(const MergedSchema& schema) {
   // From the last of the first elements to the first; rules keep expressions shallow.
   for (std::int64_t i = given; i-- > 0;) {
     const RuleId after = add("elements");
-    grammar_.rules[static_cast<std::size_t>(after)].body =
+    m_grammar.rules[static_cast<std::size_t>(after)].body =
         limits.least > i + 1 || i + 1 == given ? rest : choice({end, rest});
     const Expr element = call_value(schema.element(static_cast<std::size_t>(i)));
-    rest = sequence({i > 0 ? json_.comma() : empty(), element, call(after)});
+    rest = sequence({i > 0 ? m_json.comma() : empty(), element, call(after)});
   }
   std::vector<Expr> choices;
   if (limits.least == 0) choices.push_back(literal("]"));
   if (limits.most > 0) choices.push_back(rest);
-  return sequence({literal("["), json_.space(), choice(std::move(choices))});
+  return sequence({literal("["), m_json.space(), choice(std::move(choices))});
 }
 
 Expr SchemaRules::object(const MergedSchema& schema) {
@@ -160,7 +160,7 @@ Expr SchemaRules::object(const MergedSchema& schema) {
   for (const std::string& name : schema.names()) {
     const bool is_required = schema.requires_member(name);
     const SchemaSet schemas = schema.member(name);
-    if (!allows_name(graph_, schema, name) || allows_nothing(graph_, schemas, 0)) {
+    if (!allows_name(m_graph, schema, name) || allows_nothing(m_graph, schemas, 0)) {
       if (is_required) return nothing();
       continue;
     }
@@ -181,7 +181,7 @@ Expr SchemaRules::object(const MergedSchema& schema) {
   }
   if (members.empty() && limits.least == 0 && limits.most == unlimited && further.size() == 1 &&
       further[0].keys == nullptr && further[0].schemas.empty()) {
-    return call(json_.object());
+    return call(m_json.object());
   }
   // ends[count]: what follows when `count` members precede, counted as far as it matters.
   std::int64_t counted = std::max<std::int64_t>(1, limits.least);
@@ -193,13 +193,13 @@ Expr SchemaRules::object(const MergedSchema& schema) {
   for (std::size_t i = members.size(); i-- > 0;) {
     const Member& member = members[i];
     const Expr value =
-        sequence({literal(json_string(member.name)), json_.colon(), call_value(member.schemas)});
+        sequence({literal(json_string(member.name)), m_json.colon(), call_value(member.schemas)});
     // No rule of states that the first i members cannot reach.
     const auto reachable = std::min(counted, static_cast<std::int64_t>(i) + 1);
     std::vector<Expr> after;
     for (std::int64_t count = 0; count <= reachable; ++count) {
       const RuleId state = add("members");
-      grammar_.rules[static_cast<std::size_t>(state)].body = ends[static_cast<std::size_t>(count)];
+      m_grammar.rules[static_cast<std::size_t>(state)].body = ends[static_cast<std::size_t>(count)];
       after.push_back(call(state));
     }
     for (std::int64_t count = 0; count <= std::min(counted, static_cast<std::int64_t>(i));
@@ -207,34 +207,34 @@ Expr SchemaRules::object(const MergedSchema& schema) {
       std::vector<Expr> choices;
       if (count < limits.most) {
         const auto next = static_cast<std::size_t>(std::min(count + 1, reachable));
-        choices.push_back(sequence({count > 0 ? json_.comma() : empty(), value, after[next]}));
+        choices.push_back(sequence({count > 0 ? m_json.comma() : empty(), value, after[next]}));
       }
       if (!member.is_required) choices.push_back(after[static_cast<std::size_t>(count)]);
       ends[static_cast<std::size_t>(count)] =
           choices.empty() ? nothing() : choice(std::move(choices));
     }
   }
-  return sequence({literal("{"), json_.space(), ends[0]});
+  return sequence({literal("{"), m_json.space(), ends[0]});
 }
 
 Expr SchemaRules::object_end(const std::vector<KeyClass>& further, const CountLimits& limits,
                              std::int64_t count) {
   const Expr end = literal("}");
-  const Expr space_end = count > 0 ? sequence({json_.space(), end}) : end;
+  const Expr space_end = count > 0 ? sequence({m_json.space(), end}) : end;
   const std::int64_t missing = std::max<std::int64_t>(0, limits.least - count);
   const std::int64_t most = limits.most == unlimited ? unlimited : limits.most - count;
   if (further.empty() || most <= 0) return missing == 0 ? space_end : nothing();
   if (missing > 1) return nothing();
   std::vector<Expr> choices;
   for (const KeyClass& each : further) {
-    const Expr key = each.keys ? each.keys : call(json_.string());
-    choices.push_back(sequence({key, json_.colon(), call_value(each.schemas)}));
+    const Expr key = each.keys ? each.keys : call(m_json.string());
+    choices.push_back(sequence({key, m_json.colon(), call_value(each.schemas)}));
   }
   const Expr member = choice(std::move(choices));
-  const Expr next = sequence({json_.comma(), member});
+  const Expr next = sequence({m_json.comma(), member});
   if (count > 0) return sequence({repeat(next, missing, most), space_end});
   const Expr members = sequence(
-      {member, repeat(next, 0, most == unlimited ? unlimited : most - 1), json_.space(), end});
+      {member, repeat(next, 0, most == unlimited ? unlimited : most - 1), m_json.space(), end});
   return missing > 0 ? members : choice({end, members});
 }
 
@@ -243,8 +243,8 @@ Expr SchemaRules::key_contents(const MergedSchema& schema) {
   for (const SchemaKeywords* part : schema.parts) {
     if (!part->names) continue;
     std::vector<Expr> choices;
-    for (const SchemaSet& nodes : graph_.alternatives({*part->names})) {
-      MergedSchema names(graph_, nodes);
+    for (const SchemaSet& nodes : m_graph.alternatives({*part->names})) {
+      MergedSchema names(m_graph, nodes);
       if ((names.types & string_type) == 0) continue;
       if (!names.values) {
         const Expr contents = string_contents(names);
@@ -254,7 +254,7 @@ Expr SchemaRules::key_contents(const MergedSchema& schema) {
       const auto values = std::move(*names.values);
       names.values.reset();
       for (const SchemaJson* value : values) {
-        if (!value->is_string() || !accepts(graph_, names, *value)) continue;
+        if (!value->is_string() || !accepts(m_graph, names, *value)) continue;
         const std::string text = json_string(value->get_ref<const std::string&>());
         choices.push_back(literal(text.substr(1, text.size() - 2)));
       }
@@ -286,7 +286,7 @@ std::vector<SchemaRules::KeyClass> SchemaRules::further_keys(const MergedSchema&
   }
   const Expr allowed = key_contents(schema);
   const bool is_closed =
-      options_.closed_objects && schema.has_properties() && !schema.speaks_of_further_keys();
+      m_options.closed_objects && schema.has_properties() && !schema.speaks_of_further_keys();
   std::vector<KeyClass> classes;
   for (unsigned matching = 0; matching < 1U << patterns.size(); ++matching) {
     if (matching == 0 && is_closed) continue;
@@ -305,7 +305,7 @@ std::vector<SchemaRules::KeyClass> SchemaRules::further_keys(const MergedSchema&
     }
     std::sort(schemas.begin(), schemas.end());
     schemas.erase(std::unique(schemas.begin(), schemas.end()), schemas.end());
-    if (allows_nothing(graph_, schemas, 0)) continue;
+    if (allows_nothing(m_graph, schemas, 0)) continue;
     for (std::size_t i = 0; i < patterns.size(); ++i) {
       if ((matching >> i & 1U) == 0) continue;
       keys = keys ? both(keys, patterns[i].second) : patterns[i].second;

@@ -23,18 +23,18 @@ class JsonRules {
   RuleId array();
   RuleId string();
   /// White space inside brackets and after commas.
-  const Expr& space() const { return space_; }
+  const Expr& space() const { return m_space; }
   /// "," and white space.
-  const Expr& comma() const { return comma_; }
+  const Expr& comma() const { return m_comma; }
   /// ":" and white space.
-  const Expr& colon() const { return colon_; }
+  const Expr& colon() const { return m_colon; }
   /// A given value, with white space.
   Expr literal_value(const SchemaJson& value) const;
 
  private:
-  Grammar& grammar_;
-  Expr space_, comma_, colon_;
-  RuleId value_ = -1, object_ = -1, array_ = -1, string_ = -1;
+  Grammar& m_grammar;
+  Expr m_space, m_comma, m_colon;
+  RuleId m_value = -1, m_object = -1, m_array = -1, m_string = -1;
 };
 
 /// Rules of the schemas of a graph. Each set of schemas that hold together becomes one rule, so
@@ -74,13 +74,13 @@ class SchemaRules {
                   std::int64_t count);
   Expr call_value(const SchemaSet& schemas) { return call(rule(schemas)); }
 
-  Grammar& grammar_;
-  SchemaGraph& graph_;
-  JsonSchemaOptions options_;
-  JsonRules json_;
-  RuleId first_;
-  std::map<SchemaSet, RuleId> by_schemas_, by_nodes_;
-  std::deque<std::pair<RuleId, SchemaSet>> waiting_;
+  Grammar& m_grammar;
+  SchemaGraph& m_graph;
+  JsonSchemaOptions m_options;
+  JsonRules m_json;
+  RuleId m_first;
+  std::map<SchemaSet, RuleId> m_by_schemas, m_by_nodes;
+  std::deque<std::pair<RuleId, SchemaSet>> m_waiting;
 };
 
 }  // namespace kvzap::grammar

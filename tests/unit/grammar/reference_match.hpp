@@ -30,28 +30,28 @@ class ReferenceMatch {
   using Kind = grammar::Expression::Kind;
 
   ReferenceMatch(const grammar::Grammar& grammar, std::string_view text)
-      : grammar_(grammar), text_(text) {}
+      : m_grammar(grammar), m_text(text) {}
 
   bool ends_with_all() {
     // Calls see what earlier rounds found, until a round finds nothing new.
     std::size_t found = 0, before = 1;
     while (found != before) {
       before = found;
-      seen_.clear();
-      rule_ends(grammar_.root, 0);
+      m_seen.clear();
+      rule_ends(m_grammar.root, 0);
       found = 0;
-      for (const auto& [start, places] : rules_) found += places.size() + 1;
+      for (const auto& [start, places] : m_rules) found += places.size() + 1;
     }
-    return rules_[{grammar_.root, 0}].count(text_.size()) != 0;
+    return m_rules[{m_grammar.root, 0}].count(m_text.size()) != 0;
   }
 
   Places rule_ends(grammar::RuleId rule, std::size_t from) {
     const std::pair<grammar::RuleId, std::size_t> start = {rule, from};
-    if (seen_.insert(start).second) {
-      const Places found = ends(*grammar_.rules.at(static_cast<std::size_t>(rule)).body, from);
-      rules_[start].insert(found.begin(), found.end());
+    if (m_seen.insert(start).second) {
+      const Places found = ends(*m_grammar.rules.at(static_cast<std::size_t>(rule)).body, from);
+      m_rules[start].insert(found.begin(), found.end());
     }
-    return rules_[start];
+    return m_rules[start];
   }
 
   Places ends(const grammar::Expression& expression, const Places& from) {
@@ -71,12 +71,12 @@ class ReferenceMatch {
       case Kind::token:
         break;
       case Kind::bytes:
-        if (from < text_.size() && expression.bytes[static_cast<unsigned char>(text_[from])]) {
+        if (from < m_text.size() && expression.bytes[static_cast<unsigned char>(m_text[from])]) {
           result.insert(from + 1);
         }
         break;
       case Kind::text:
-        if (text_.compare(from, expression.text.size(), expression.text) == 0) {
+        if (m_text.compare(from, expression.text.size(), expression.text) == 0) {
           result.insert(from + expression.text.size());
         }
         break;
@@ -92,7 +92,7 @@ class ReferenceMatch {
         break;
       case Kind::repeat: {
         // More repetitions than this repeat a place.
-        const auto rounds = static_cast<std::int64_t>(text_.size()) + 1;
+        const auto rounds = static_cast<std::int64_t>(m_text.size()) + 1;
         const std::int64_t most = std::min(expression.most, expression.least + rounds);
         Places places = {from};
         for (std::int64_t count = 0; count <= most && !places.empty(); ++count) {
@@ -117,10 +117,10 @@ class ReferenceMatch {
     return result;
   }
 
-  const grammar::Grammar& grammar_;
-  std::string_view text_;
-  std::map<std::pair<grammar::RuleId, std::size_t>, Places> rules_;
-  std::set<std::pair<grammar::RuleId, std::size_t>> seen_;
+  const grammar::Grammar& m_grammar;
+  std::string_view m_text;
+  std::map<std::pair<grammar::RuleId, std::size_t>, Places> m_rules;
+  std::set<std::pair<grammar::RuleId, std::size_t>> m_seen;
 };
 
 }  // namespace kvzap::test

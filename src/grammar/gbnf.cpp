@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "grammar/live_rules.hpp"
-#include "grammar/regular_expression.hpp"
+#include "grammar/text_cursor.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::grammar {
@@ -38,9 +38,9 @@ bool looks_like_lark(std::string_view text) {
   return false;
 }
 
-class GbnfReader {
+class GbnfReader final : TextCursor {
  public:
-  explicit GbnfReader(std::string_view text) : m_text(text) {}
+  explicit GbnfReader(std::string_view text) : TextCursor(text) {}
 
   Grammar read() {
     if (m_text.size() > max_gbnf_bytes) {
@@ -70,7 +70,8 @@ class GbnfReader {
 
  private:
   [[noreturn]] void fail(const std::string& message) const { fail(m_at, message); }
-  [[noreturn]] void fail(std::size_t at, const std::string& message) const {
+  [[noreturn]] void fail(std::size_t at, const std::string& message) const { fail_at(at, message); }
+  [[noreturn]] void fail_at(std::size_t at, const std::string& message) const override {
     const std::string_view before = m_text.substr(0, at);
     const std::size_t line_start = before.rfind('\n') + 1;
     const auto lines = std::count(before.begin(), before.end(), '\n');
@@ -78,14 +79,6 @@ class GbnfReader {
         std::count_if(before.begin() + static_cast<std::ptrdiff_t>(line_start), before.end(),
                       [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80U; });
     throw Error(fmt::format("grammar, line {}, column {}: {}", lines + 1, column + 1, message));
-  }
-
-  bool at_end() const { return m_at == m_text.size(); }
-  bool follows(std::string_view text) const { return m_text.substr(m_at, text.size()) == text; }
-  bool take(std::string_view text) {
-    if (!follows(text)) return false;
-    m_at += text.size();
-    return true;
   }
 
   /// White space and comments.
@@ -222,16 +215,7 @@ class GbnfReader {
 
   std::int64_t number() {
     skip();
-    const std::size_t start = m_at;
-    std::int64_t value = 0;
-    for (; !at_end() && m_text[m_at] >= '0' && m_text[m_at] <= '9'; ++m_at) {
-      value = value * 10 + (m_text[m_at] - '0');
-      if (value > max_repeat_count) {
-        fail(start, fmt::format("expected counts up to {}", max_repeat_count));
-      }
-    }
-    if (m_at == start) fail("expected a count");
-    return value;
+    return count();
   }
 
   Expr text(std::size_t start) {
@@ -280,11 +264,11 @@ class GbnfReader {
       case ']':
         return static_cast<char32_t>(escape);
       case 'x':
-        return hexadecimal(2, start);
+        return code_of(2, start);
       case 'u':
-        return hexadecimal(4, start);
+        return code_of(4, start);
       case 'U':
-        return hexadecimal(8, start);
+        return code_of(8, start);
       default:
         fail(start,
              "expected one of the escapes \\n \\r \\t \\\\ \\\" \\[ \\] \\xHH \\uXXXX "
@@ -292,27 +276,14 @@ class GbnfReader {
     }
   }
 
-  char32_t hexadecimal(int count, std::size_t start) {
-    std::uint64_t value = 0;
-    for (int i = 0; i < count; ++i, ++m_at) {
-      const char c = at_end() ? '\0' : m_text[m_at];
-      const char lower = static_cast<char>(c | 0x20);
-      if (c >= '0' && c <= '9') {
-        value = value * 16 + static_cast<std::uint64_t>(c - '0');
-      } else if (lower >= 'a' && lower <= 'f') {
-        value = value * 16 + static_cast<std::uint64_t>(lower - 'a' + 10);
-      } else {
-        fail(start, fmt::format("expected {} hexadecimal digits", count));
-      }
-    }
+  char32_t code_of(std::size_t digits, std::size_t start) {
+    const char32_t value = hexadecimal(digits, start);
     if (value > last_code_point || (value >= 0xD800 && value <= 0xDFFF)) {
       fail(start, "no character of Unicode");
     }
-    return static_cast<char32_t>(value);
+    return value;
   }
 
-  std::string_view m_text;
-  std::size_t m_at = 0;
   Grammar m_grammar;
   std::unordered_map<std::string, RuleId> m_names;
   std::vector<std::size_t> m_places;  // where each rule is first named

@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "grammar/text_cursor.hpp"
 #include "text/utf8.hpp"
 
 namespace kvzap::grammar {
@@ -141,16 +142,16 @@ Part concatenated(const Part& a, const Part& b) {
   return result;
 }
 
-class PatternReader {
+class PatternReader final : TextCursor {
  public:
   PatternReader(std::string_view pattern, const CharacterWriter& write)
-      : m_pattern(pattern), m_write(write) {}
+      : TextCursor(pattern), m_write(write) {}
 
   Part read() {
-    if (m_pattern.size() > max_pattern_bytes) {
-      fail(fmt::format("expected at most {} bytes, found {}", max_pattern_bytes, m_pattern.size()));
+    if (m_text.size() > max_pattern_bytes) {
+      fail(fmt::format("expected at most {} bytes, found {}", max_pattern_bytes, m_text.size()));
     }
-    if (!text::is_valid_utf8(m_pattern)) fail("expected UTF-8");
+    if (!text::is_valid_utf8(m_text)) fail("expected UTF-8");
     Part all = alternatives(0);
     if (!at_end()) fail("')' without '('");
     return all;
@@ -162,16 +163,13 @@ class PatternReader {
     throw Error(fmt::format("regular expression, byte {}: {}", at, message));
   }
 
-  bool at_end() const { return m_at == m_pattern.size(); }
-  bool follows(std::string_view text) const { return m_pattern.substr(m_at, text.size()) == text; }
-  bool take(std::string_view text) {
-    if (!follows(text)) return false;
-    m_at += text.size();
-    return true;
+  [[noreturn]] void fail_at(std::size_t place, const std::string& message) const override {
+    fail(message, place);
   }
+
   char32_t character() {
     if (at_end()) fail("the pattern ends too early");
-    const auto [code, bytes] = text::first_character(m_pattern.substr(m_at));
+    const auto [code, bytes] = text::first_character(m_text.substr(m_at));
     m_at += bytes;
     return static_cast<char32_t>(code);
   }
@@ -228,8 +226,8 @@ class PatternReader {
   }
 
   bool quantifier_follows() const {
-    return follows("{") && m_at + 1 < m_pattern.size() && m_pattern[m_at + 1] >= '0' &&
-           m_pattern[m_at + 1] <= '9';
+    return follows("{") && m_at + 1 < m_text.size() && m_text[m_at + 1] >= '0' &&
+           m_text[m_at + 1] <= '9';
   }
 
   std::optional<std::pair<std::int64_t, std::int64_t>> quantifier() {
@@ -246,19 +244,6 @@ class PatternReader {
     if (!take("}")) fail("expected '}' after a count");
     if (most < least) fail("the counts are in the wrong order", start);
     return {{least, most}};
-  }
-
-  std::int64_t count() {
-    const std::size_t start = m_at;
-    std::int64_t value = 0;
-    for (; !at_end() && m_pattern[m_at] >= '0' && m_pattern[m_at] <= '9'; ++m_at) {
-      value = value * 10 + (m_pattern[m_at] - '0');
-      if (value > max_repeat_count) {
-        fail(fmt::format("expected counts up to {}", max_repeat_count), start);
-      }
-    }
-    if (m_at == start) fail("expected a count");
-    return value;
   }
 
   Part atom(int depth) {
@@ -288,7 +273,7 @@ class PatternReader {
       if (follows("<=") || follows("<!")) fail("lookbehind is not supported", start);
       if (take("P=") || take("P>")) fail("back references are not supported", start);
       if (take("P<") || take("<")) {
-        const std::size_t end = m_pattern.find('>', m_at);
+        const std::size_t end = m_text.find('>', m_at);
         if (end == std::string_view::npos) fail("a group's name without '>'", start);
         m_at = end + 1;
       } else if (!take(":")) {
@@ -307,8 +292,8 @@ class PatternReader {
     while (!take("]")) {
       if (at_end()) fail("'[' without ']'", start);
       const Ranges first = class_atom();
-      const bool is_range = follows("-") && m_at + 1 < m_pattern.size() &&
-                            m_pattern[m_at + 1] != ']' && is_one(first);
+      const bool is_range =
+          follows("-") && m_at + 1 < m_text.size() && m_text[m_at + 1] != ']' && is_one(first);
       if (!is_range) {
         ranges.insert(ranges.end(), first.begin(), first.end());
         continue;
@@ -387,7 +372,7 @@ class PatternReader {
         return control & 0x1F;
       }
       case '0':
-        if (!at_end() && m_pattern[m_at] >= '0' && m_pattern[m_at] <= '9') {
+        if (digit_follows()) {
           fail("octal escapes are not supported", start);
         }
         return 0;
@@ -402,29 +387,12 @@ class PatternReader {
     return letter;
   }
 
-  char32_t hexadecimal(std::size_t count, std::size_t start) {
-    char32_t value = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      const int digit = at_end() ? -1 : hexadecimal_digit(m_pattern[m_at]);
-      if (digit < 0) fail(fmt::format("expected {} hexadecimal digits", count), start);
-      value = value * 16 + static_cast<char32_t>(digit);
-      ++m_at;
-    }
-    return value;
-  }
-
-  static int hexadecimal_digit(char c) {
-    if (c >= '0' && c <= '9') return c - '0';
-    const char lower = static_cast<char>(c | 0x20);
-    return lower >= 'a' && lower <= 'f' ? lower - 'a' + 10 : -1;
-  }
-
   char32_t unicode(std::size_t start) {
     char32_t code = 0;
     if (take("{")) {
       const std::size_t first = m_at;
-      while (!at_end() && hexadecimal_digit(m_pattern[m_at]) >= 0 && code <= last_code_point) {
-        code = code * 16 + static_cast<char32_t>(hexadecimal_digit(m_pattern[m_at++]));
+      while (!at_end() && hexadecimal_digit(m_text[m_at]) >= 0 && code <= last_code_point) {
+        code = code * 16 + static_cast<char32_t>(hexadecimal_digit(m_text[m_at++]));
       }
       if (m_at == first || !take("}")) fail("expected hexadecimal digits and '}'", start);
     } else {
@@ -441,9 +409,9 @@ class PatternReader {
   }
 
   Ranges property(std::size_t start, bool negated) {
-    const std::size_t end = m_pattern.find('}', m_at);
+    const std::size_t end = m_text.find('}', m_at);
     if (!take("{") || end == std::string_view::npos) fail("expected {…} after \\p", start);
-    std::string_view name = m_pattern.substr(m_at, end - m_at);
+    std::string_view name = m_text.substr(m_at, end - m_at);
     m_at = end + 1;
     for (const std::string_view prefix : {"gc=", "General_Category="}) {
       if (name.substr(0, prefix.size()) == prefix) name.remove_prefix(prefix.size());
@@ -458,9 +426,7 @@ class PatternReader {
     fail("expected a general category of Unicode, as in \\p{L}, \\p{Lu} or \\p{Letter}", start);
   }
 
-  std::string_view m_pattern;
   const CharacterWriter& m_write;
-  std::size_t m_at = 0;
   std::map<std::string_view, Ranges> m_categories;
 };
 

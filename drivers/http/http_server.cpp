@@ -36,7 +36,8 @@ using server::ServedModel;
 constexpr const char* stopping = "the server is shutting down";
 constexpr const char* loading = "the model is still loading";
 // Large bodies in memory. Small ones are read on one thread, large ones on another, one at a time:
-// parsed JSON takes a multiple of its text, and a small request does not wait for a large one.
+// parsed JSON takes a multiple of its text, and a small request does not wait for a large one. Nor
+// does any wait for the grammars of others, which are made on a third.
 constexpr std::int64_t all_bodies = std::int64_t{512} << 20;
 // For answers in progress when the server ends.
 constexpr double last_seconds = 10;
@@ -106,10 +107,16 @@ class HttpServer::Impl final : public Service {
   Reply stored(const Request& request);
   Reply health() const;
   static Reply preflight();
-  void work(const std::shared_ptr<Connection>& connection);
+  /// A request on its way to the scheduler.
+  struct Reading {
+    std::shared_ptr<HeldBody> body;
+    std::optional<server::ApiRequest> request;  // that waits for its grammar
+    std::shared_ptr<Answering> answering;       // once it was submitted
+  };
+  void work(const std::shared_ptr<Connection>& connection, Reading reading,
+            boost::asio::thread_pool& pool);
   void lose(const std::weak_ptr<Connection>& connection);
-  Reply read(const std::string& body, const Request& request,
-             std::shared_ptr<Answering>& answering);
+  Reply read(Reading& reading, const Request& request);
   Reply refusal(int status, const std::string& what, const std::string& field = {},
                 const std::string& code = {}) const;
   void log_end(const Answering& answering, int status, const std::string& what) const;
@@ -122,7 +129,7 @@ class HttpServer::Impl final : public Service {
   std::atomic<std::int64_t> m_held{0};  // bytes of large bodies
   Listener m_listener;
   Access m_access;
-  boost::asio::thread_pool m_small{1}, m_large{1};
+  boost::asio::thread_pool m_small{1}, m_large{1}, m_grammars{1};
 };
 
 HttpServer::Impl::Impl(const HttpOptions& options)
@@ -137,6 +144,7 @@ HttpServer::Impl::~Impl() {
   m_drains = true;
   m_small.join();
   m_large.join();
+  m_grammars.join();  // has requests of the other two
   m_listener.stop(last_seconds);
 }
 
@@ -209,7 +217,12 @@ void HttpServer::Impl::answer(const std::shared_ptr<Connection>& connection) {
     log(request, reply);
     return connection->reply(std::move(reply));
   }
-  if (posts) return work(connection);
+  if (posts) {
+    Reading reading;
+    reading.body = connection->take_body();
+    const bool is_large = reading.body->text().size() > small_body;
+    return work(connection, std::move(reading), is_large ? m_large : m_small);
+  }
   Reply reply = path_of(request.path)->name == one_response ? stored(request) : get(request.path);
   // The page and monitors ask for the other paths all the time.
   if (request.path.rfind("/v1/", 0) == 0) log(request, reply);
@@ -275,41 +288,49 @@ void HttpServer::Impl::lose(const std::weak_ptr<Connection>& connection) {
   }
 }
 
-/// Reads the body on a worker's thread.
-void HttpServer::Impl::work(const std::shared_ptr<Connection>& connection) {
-  // The body is freed by the worker.
-  std::shared_ptr<HeldBody> body = connection->take_body();
-  boost::asio::thread_pool& pool = body->text().size() > small_body ? m_large : m_small;
-  boost::asio::post(pool, [this, connection, body = std::move(body)]() mutable {
+/// Reads a request on a worker's thread, and then on that of grammars if its grammar is not kept.
+void HttpServer::Impl::work(const std::shared_ptr<Connection>& connection, Reading reading,
+                            boost::asio::thread_pool& pool) {
+  boost::asio::post(pool, [this, connection, reading = std::move(reading)]() mutable {
     // Connections end on their own thread, so this one does not keep it.
     const std::weak_ptr<Connection> seen = connection;
     try {
-      std::shared_ptr<Answering> answering;
-      Reply reply = read(body->text(), connection->request(), answering);
-      body.reset();
-      boost::asio::post(m_listener.executor(), [this, connection = std::move(connection), answering,
+      Reply reply = read(reading, connection->request());
+      if (reading.request) return work(connection, std::move(reading), m_grammars);
+      reading.body.reset();  // freed by the worker
+      boost::asio::post(m_listener.executor(), [this, connection = std::move(connection),
+                                                answering = std::move(reading.answering),
                                                 reply = std::move(reply)]() mutable {
         if (answering) return answering->begin(connection);
         log(connection->request(), reply);
         connection->reply(std::move(reply));
       });
     } catch (const std::exception&) {
-      body.reset();
+      reading.body.reset();
       lose(seen);  // there is no memory even for a refusal
     }
   });
 }
 
-/// Returns the reply, or sets `answering`.
-Reply HttpServer::Impl::read(const std::string& body, const Request& request,
-                             std::shared_ptr<Answering>& answering) {
+/// Returns the reply, or sets a member of `reading`.
+Reply HttpServer::Impl::read(Reading& reading, const Request& request) {
+  const std::string& body = reading.body->text();
+  std::optional<server::ApiRequest> begun = std::exchange(reading.request, std::nullopt);
   try {
     if (m_drains) return error_reply(unavailable, stopping);
     if (request.path == "/tokenize") return json(server::tokenize(body, *m_model));
     if (request.path == "/detokenize") return json(server::detokenize(body, *m_model));
     const auto endpoint = path_of(request.path)->endpoint;
     if (!endpoint) return json(server::count_tokens(body, *m_model));
-    server::ApiRequest parsed = server::parse_request(body, *endpoint, *m_model);
+    if (!begun) {
+      begun = server::parse_request(body, *endpoint, *m_model);
+      if (begun->make_grammar) {
+        reading.request = std::move(begun);
+        return {};
+      }
+    }
+    server::ApiRequest parsed = std::move(*begun);
+    server::complete(parsed);
     for (auto& generation : parsed.generations) generation.client = m_access.client_of(request);
     auto made = std::make_shared<Answering>(
         std::move(parsed), *m_model, m_listener.executor(), m_drains,
@@ -320,7 +341,7 @@ Reply HttpServer::Impl::read(const std::string& body, const Request& request,
       say_without_waiting(prompt_line(request, body, m_options.logs_json));
     }
     made->submit(*m_scheduler.load());
-    answering = std::move(made);
+    reading.answering = std::move(made);
     return {};
   } catch (const BadRequest& error) {
     const bool is_missing = error.code == server::model_not_found;

@@ -32,6 +32,8 @@ constexpr std::size_t most_kept = std::size_t{1} << 30;
 constexpr std::size_t most_alive = 3 * most_kept;
 constexpr std::size_t most_entries = 256;
 constexpr std::size_t most_choices = 4096;
+// A grammar of a longer text is made at once, so that requests that wait for theirs are small.
+constexpr std::size_t most_waiting = std::size_t{64} << 10;
 
 /// A field that says what the text of answers is.
 struct Wish {
@@ -239,12 +241,35 @@ class AnswerRules {
   Grammar& m_grammar;
 };
 
+std::shared_ptr<const TokenGrammar> compiled(const AnswerFormat& format,
+                                             const std::optional<Wish>& wish, bool must_call,
+                                             const Tokenizer& tokenizer,
+                                             const AnswerGrammars::Vocabulary& vocabulary) {
+  Grammar grammar;
+  const MarkWriter write = [&](std::string_view mark) {
+    const auto id = tokenizer.token_id(mark);
+    return id && tokenizer.is_special(*id) ? grammar::special_token(*id) : literal(mark);
+  };
+  const Expr text = wish ? expression_of(*wish, grammar) : nullptr;
+  const Expr answer = AnswerRules(format, write, grammar).answer(text, must_call);
+  grammar.root = grammar.add("answer", answer);
+  return TokenGrammar::from_rules(vocabulary, grammar);
+}
+
 }  // namespace
 
-std::shared_ptr<const TokenGrammar> AnswerGrammars::result_of(Entries::iterator entry) {
-  m_entries.splice(m_entries.begin(), m_entries, entry);
-  if (!entry->grammar) throw Error(entry->failure);
-  return entry->grammar;
+std::shared_ptr<const TokenGrammar> AnswerGrammars::find(const std::string& key) {
+  const std::lock_guard<std::mutex> lock(m_mutex);
+  return find_locked(key);
+}
+
+std::shared_ptr<const TokenGrammar> AnswerGrammars::find_locked(const std::string& key) {
+  const auto found = std::find_if(m_entries.begin(), m_entries.end(),
+                                  [&](const Entry& entry) { return entry.key == key; });
+  if (found == m_entries.end()) return nullptr;
+  m_entries.splice(m_entries.begin(), m_entries, found);
+  if (!found->grammar) throw Error(found->failure);
+  return found->grammar;
 }
 
 /// Keeps what was made last, and as much of the rest as may be.
@@ -265,9 +290,7 @@ std::shared_ptr<const TokenGrammar> AnswerGrammars::get(
   Vocabulary vocabulary;
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
-    const auto found = std::find_if(m_entries.begin(), m_entries.end(),
-                                    [&](const Entry& entry) { return entry.key == key; });
-    if (found != m_entries.end()) return result_of(found);
+    if (auto found = find_locked(key)) return found;
     if (!m_vocabulary) m_vocabulary = m_make_vocabulary();
     vocabulary = m_vocabulary;
   }
@@ -297,43 +320,44 @@ std::shared_ptr<const TokenGrammar> AnswerGrammars::get(
   return made;
 }
 
-std::shared_ptr<const TokenGrammar> answer_grammar(const Json& body, const AnswerFormat& format,
-                                                   const ServedModel& model) {
+AnswerGrammar answer_grammar(const Json& body, const AnswerFormat& format,
+                             const ServedModel& model) {
   AnswerFormat held = format;
   const bool must_call = requires_calls(body, held);
-  const std::optional<Wish> wish = form_wish(body);
-  if (!wish && held.tools.empty()) return nullptr;
+  std::optional<Wish> wish = form_wish(body);
+  if (!wish && held.tools.empty()) return {};
   if (must_call && wish) {
     throw BadRequest(wish->field, wish->field + " and a required call exclude each other");
   }
-  if (!model.grammars || !model.tokenizer) {
-    throw BadRequest(wish ? wish->field : "tools", "the model has no tokenizer");
-  }
-  const auto make = [&](const AnswerGrammars::Vocabulary& vocabulary) {
-    Grammar grammar;
-    const MarkWriter write = [&](std::string_view mark) {
-      const auto id = model.tokenizer->token_id(mark);
-      return id && model.tokenizer->is_special(*id) ? grammar::special_token(*id) : literal(mark);
-    };
-    const Expr text = wish ? expression_of(*wish, grammar) : nullptr;
-    const Expr answer = AnswerRules(held, write, grammar).answer(text, must_call);
-    grammar.root = grammar.add("answer", answer);
-    return TokenGrammar::from_rules(vocabulary, grammar);
-  };
+  const std::string field = wish ? wish->field : "tools";
+  if (!model.grammars || !model.tokenizer) throw BadRequest(field, "the model has no tokenizer");
   Json key = {
       static_cast<int>(held.style), held.tools, must_call, held.calls_once, held.has_thoughts,
       held.begins_in_thoughts};
   if (wish) {
     key.push_back({static_cast<int>(wish->kind), wish->value, wish->is_strict});
   }
-  try {
-    return model.grammars->get(files::json_text(key), make);
-  } catch (const BadRequest&) {
-    throw;
-  } catch (const Error& error) {
-    const std::string field = wish ? wish->field : "tools";
-    throw BadRequest(field, fmt::format("{}: {}", field, error.what()));
-  }
+  const auto refusing = [field](const auto& get) {
+    try {
+      return get();
+    } catch (const BadRequest&) {
+      throw;
+    } catch (const Error& error) {
+      throw BadRequest(field, fmt::format("{}: {}", field, error.what()));
+    }
+  };
+  std::string name = files::json_text(key);
+  if (auto kept = refusing([&] { return model.grammars->find(name); })) return {kept, {}};
+  const auto compile = [held = std::move(held), wish = std::move(wish), must_call,
+                        &model](const AnswerGrammars::Vocabulary& vocabulary) {
+    return compiled(held, wish, must_call, *model.tokenizer, vocabulary);
+  };
+  const bool may_wait = name.size() <= most_waiting;
+  AnswerGrammar answers;
+  answers.make = [refusing, compile, name = std::move(name), &grammars = *model.grammars] {
+    return refusing([&] { return grammars.get(name, compile); });
+  };
+  return may_wait ? answers : AnswerGrammar{answers.make(), {}};
 }
 
 }  // namespace kvzap::server

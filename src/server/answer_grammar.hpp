@@ -26,6 +26,8 @@ class AnswerGrammars {
   explicit AnswerGrammars(std::function<Vocabulary()> make_vocabulary)
       : m_make_vocabulary(std::move(make_vocabulary)) {}
 
+  /// Returns the grammar of `key` if it is kept. Throws what making it threw.
+  std::shared_ptr<const TokenGrammar> find(const std::string& key);
   /// Returns the grammar of `key`, made by `make` if it is not kept. Throws Error if the grammars
   /// of requests in progress take too much memory, and what `make` throws, also when it is asked
   /// again.
@@ -41,7 +43,7 @@ class AnswerGrammars {
   };
   using Entries = std::list<Entry>;
 
-  std::shared_ptr<const TokenGrammar> result_of(Entries::iterator entry);
+  std::shared_ptr<const TokenGrammar> find_locked(const std::string& key);
   void keep(Entry entry);
 
   std::function<Vocabulary()> m_make_vocabulary;
@@ -51,11 +53,19 @@ class AnswerGrammars {
   std::vector<std::weak_ptr<const TokenGrammar>> m_alive;  // these and those of requests
 };
 
-/// Returns the grammar of the answers to a request, or null if they are any text. Reads
+/// The grammar of answers.
+struct AnswerGrammar {
+  /// Null: answers are any text, or `make` is left to be called.
+  std::shared_ptr<const TokenGrammar> grammar;
+  /// Null: nothing is left to do. Throws BadRequest.
+  std::function<std::shared_ptr<const TokenGrammar>()> make;
+};
+
+/// Returns the grammar of the answers to a request, which may have to be made yet. Reads
 /// response_format, OpenAI's; guided_json, guided_regex, guided_choice, guided_grammar and
 /// structured_outputs, vLLM's; json_schema and grammar, llama-server's; and, with tools in
 /// `format`, tool_choice. Throws BadRequest.
-std::shared_ptr<const TokenGrammar> answer_grammar(const Json& body, const AnswerFormat& format,
-                                                   const ServedModel& model);
+AnswerGrammar answer_grammar(const Json& body, const AnswerFormat& format,
+                             const ServedModel& model);
 
 }  // namespace kvzap::server

@@ -4,7 +4,7 @@
 
 namespace kvzap::server {
 
-BadRequest ChatForm::renamed(const BadRequest& error) const {
+BadRequest renamed(const BadRequest& error, const FieldNames& names) {
   for (const auto& [name, own] : names) {
     const auto begins = [&name = name](const std::string& text) {
       return text.compare(0, name.size(), name) == 0;

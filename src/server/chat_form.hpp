@@ -19,17 +19,19 @@ struct ResponseRequest {
   std::string messages;  // of the conversation without instructions: JSON, an array
 };
 
+/// Fields that a request calls otherwise than a chat, and with them their members: the chat's name,
+/// the request's name. Longer names come first.
+using FieldNames = std::vector<std::pair<std::string, std::string>>;
+
 /// A body in the form of a chat.
 struct ChatForm {
   files::ParsedJson body;
-  /// Fields that the request calls otherwise, and with them their members: the chat's name, the
-  /// request's name. Longer names come first.
-  std::vector<std::pair<std::string, std::string>> names;
+  FieldNames names;
   std::shared_ptr<const ResponseRequest> response;
-
-  /// Returns an error about the chat as one about the request.
-  BadRequest renamed(const BadRequest& error) const;
 };
+
+/// Returns an error about a chat as one about the request.
+BadRequest renamed(const BadRequest& error, const FieldNames& names);
 
 /// The form of a body of /v1/messages.
 ChatForm chat_of_messages(Json body);

@@ -383,6 +383,11 @@ bool begins_thoughts(const Prompt& prompt, const Tokenizer& tokenizer) {
          end.compare(last + 1 - mark.size(), mark.size(), mark) == 0;
 }
 
+void set_grammar(AnswerGrammar answers, ApiRequest& request, GenerationRequest& generation) {
+  generation.sampling.grammar = std::move(answers.grammar);
+  request.make_grammar = std::move(answers.make);
+}
+
 /// Reads the fields of a chat. Sets the number of log probabilities in `generation`.
 Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request,
                  GenerationRequest& generation) {
@@ -405,7 +410,7 @@ Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request
   const Prompt prompt = has_tools ? prompt_with_tools(json, thinking, model, format)
                                   : prompt_without_tools(json, thinking, model);
   format.begins_in_thoughts = format.has_thoughts && begins_thoughts(prompt, *model.tokenizer);
-  generation.sampling.grammar = answer_grammar(json, format, model);
+  set_grammar(answer_grammar(json, format, model), request, generation);
   if (format.has_thoughts || format.needs_special_tokens()) {
     request.format = std::make_shared<const AnswerFormat>(std::move(format));
   }
@@ -421,7 +426,7 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
   }
   request.echoes = bool_of(json, "echo", false);
   generation.prompt_logprobs = request.echoes && request.has_logprobs;
-  generation.sampling.grammar = answer_grammar(json, {}, model);
+  set_grammar(answer_grammar(json, {}, model), request, generation);
   return prompts_of(json, model, request.prompt_texts);
 }
 
@@ -519,10 +524,26 @@ ApiRequest parse_request(std::string_view body, Endpoint endpoint, const ServedM
   try {
     ApiRequest request = read_fields(form.body.value(), endpoint, model);
     request.response = std::move(form.response);
+    if (request.make_grammar) {
+      request.make_grammar = [make = std::move(request.make_grammar), names = form.names] {
+        try {
+          return make();
+        } catch (const BadRequest& error) {
+          throw renamed(error, names);
+        }
+      };
+    }
     return request;
   } catch (const BadRequest& error) {
-    throw form.renamed(error);
+    throw renamed(error, form.names);
   }
+}
+
+void complete(ApiRequest& request) {
+  if (!request.make_grammar) return;
+  const auto grammar = request.make_grammar();
+  for (auto& generation : request.generations) generation.sampling.grammar = grammar;
+  request.make_grammar = nullptr;
 }
 
 std::string count_tokens(std::string_view body, const ServedModel& model) {

@@ -1,5 +1,6 @@
 """Answers of kvzap serve that schemas, grammars and tools restrict."""
 import json
+import threading
 import unittest
 
 from harness import CASES
@@ -69,6 +70,20 @@ class Answers(SharedServerTest):
             status, _, body = self.server.request("POST", CHAT, {**ASK, "max_tokens": 300, "ignore_eos": True, **fields})
             self.assertIn(status, (200, 400), body[:300])
         self.assertEqual(text_of(self.ask(guided_choice=["b"])), "b")
+
+    def test_none_waits_for_the_grammars_of_others(self):
+        # Each takes most of a second, and is refused then.
+        slow = [threading.Thread(target=self.server.request, args=("POST", CHAT, {**ASK, "guided_json": {
+            "type": "string", "minLength": length, "format": "email"}})) for length in range(1000, 1012)]
+        known = {"guided_choice": ["a", "b"], "max_tokens": 1}
+        self.ask(**known)
+        for thread in slow:
+            thread.start()
+        self.ask(max_tokens=1)
+        self.ask(**known)
+        self.assertTrue(any(thread.is_alive() for thread in slow))
+        for thread in slow:
+            thread.join()
 
 
 class Tools(ToolsTest):

@@ -104,6 +104,8 @@ struct ApiRequest {
   /// For Endpoint::responses.
   std::shared_ptr<const ResponseRequest> response;
   bool reports_progress = false;  // of prompts, in a stream
+  /// Makes the grammar of answers; see complete. Null: it is made, or they are any text.
+  std::function<std::shared_ptr<const TokenGrammar>()> make_grammar;
 
   /// Whether the prompt is a conversation.
   bool is_chat() const { return endpoint != Endpoint::completions; }
@@ -113,8 +115,13 @@ struct ApiRequest {
 
 /// Reads a request body. Ignores fields that have no effect here. Throws BadRequest for invalid
 /// fields and for features that are not supported. All endpoints with conversations have the reader
-/// of /v1/chat/completions; the others are brought into its form.
+/// of /v1/chat/completions; the others are brought into its form. The model must outlive the
+/// request.
 ApiRequest parse_request(std::string_view body, Endpoint endpoint, const ServedModel& model);
+
+/// Makes the grammar of a request's answers, which can take a second, if parse_request has left
+/// that to be done. Throws BadRequest.
+void complete(ApiRequest& request);
 
 /// Returns the reply body to a request to /v1/messages/count_tokens. Throws BadRequest.
 std::string count_tokens(std::string_view body, const ServedModel& model);

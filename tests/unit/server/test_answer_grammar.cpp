@@ -185,7 +185,8 @@ TEST(ToolRules, SchemasCountUnlessToldOtherwise) {
 bool allows(const std::string& fields, const std::string& text, const ServedModel& model) {
   const std::string body =
       R"({"messages": [{"role": "user", "content": "Hello"}], )" + fields + "}";
-  const ApiRequest request = parse_request(body, Endpoint::chat, model);
+  ApiRequest request = parse_request(body, Endpoint::chat, model);
+  complete(request);
   const auto grammar = request.generations[0].sampling.grammar;
   if (!grammar) return true;
   TokenGrammar::State state(grammar);
@@ -230,6 +231,26 @@ TEST(AnswerGrammar, FieldsOfAllServers) {
     EXPECT_TRUE(allows(fields, "aabb", model));
     EXPECT_FALSE(allows(fields, "aab", model));
   }
+}
+
+TEST(AnswerGrammar, IsMadeOnce) {
+  const ServedModel model = served();
+  const std::string body =
+      R"({"messages": [{"role": "user", "content": "Hello"}], "guided_regex": "[a-c]+5?"})";
+  ApiRequest first = parse_request(body, Endpoint::chat, model);
+  EXPECT_TRUE(first.make_grammar);
+  EXPECT_FALSE(first.generations[0].sampling.grammar);
+  complete(first);
+  EXPECT_FALSE(first.make_grammar);
+  const ApiRequest second = parse_request(body, Endpoint::chat, model);
+  EXPECT_FALSE(second.make_grammar);
+  EXPECT_EQ(second.generations[0].sampling.grammar, first.generations[0].sampling.grammar);
+  // What was refused once is refused before anything waits.
+  const std::string wrong =
+      R"({"messages": [{"role": "user", "content": "Hello"}], "guided_regex": "(a"})";
+  ApiRequest refused = parse_request(wrong, Endpoint::chat, model);
+  EXPECT_THROW(complete(refused), BadRequest);
+  EXPECT_THROW(parse_request(wrong, Endpoint::chat, model), BadRequest);
 }
 
 TEST(AnswerGrammar, WrongFieldsAreNamed) {

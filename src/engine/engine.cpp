@@ -99,6 +99,15 @@ bool Engine::can_hold(SequenceId sequence) const {
   return !m_parts->states.at(sequence).pruning->uses_policy;
 }
 
+bool Engine::takes_parts(const LoadedPruning& pruning) const {
+  const SequencePruning own(pruning, m_parts->scorer.get());
+  if (!own.uses_policy || own.policy->learner) return false;
+  if (own.policy->info->repeats_context) return true;
+  if (!own.chooses_rows() || own.pruning.prefill != PrefillMode::dense) return false;
+  const PolicyNeeds needs = own.policy->make()->needs();
+  return !needs.blocks || needs.accumulates;
+}
+
 void Engine::check(const LoadedPruning& pruning) const {
   engine::check_for_engine(pruning, m_parts->scorer != nullptr, config());
   if (pruning.prunes() && pruning.pruning.window != options().pruning.window) {
@@ -440,19 +449,29 @@ std::vector<float> Engine::rows(SequenceId sequence, int layer, int head_on_rank
   return {host.data(), host.data() + host.size()};
 }
 
+namespace {
+
+/// Whether a policy scores in several steps, so that the newest tokens of one may be too few.
+bool scores_often(const SequencePruning& pruning) {
+  return pruning.pruning.decode.every > 0 || pruning.pruning.prefill == PrefillMode::sparse;
+}
+
+}  // namespace
+
 SequenceState Engine::new_state(const std::shared_ptr<const SequencePruning>& pruning) const {
   SequenceState state;
   state.pruning = pruning;
   if (!pruning->uses_policy) return state;
   state.policy = pruning->policy->make();
   const PolicyNeeds needs = state.policy->needs();
-  if (needs.recent > 0) {
-    // With several scoring steps, the newest tokens of one step may be too few.
-    state.recent =
-        recent_queries(needs.recent, pruning->pruning.decode.every > 0 ||
-                                         pruning->pruning.prefill == PrefillMode::sparse);
-  }
+  if (needs.recent > 0) state.recent = recent_queries(needs.recent, scores_often(*pruning));
   return state;
+}
+
+void Engine::keep_queries(SequenceState& state, bool is_in_parts) const {
+  const bool lasts = is_in_parts || scores_often(*state.pruning);
+  if (!state.recent || state.recent->lasts() == lasts) return;
+  state.recent = recent_queries(state.recent->capacity(), lasts);
 }
 
 RecentQueries Engine::recent_queries(std::int64_t count, bool every_layer) const {

@@ -65,6 +65,7 @@ void Engine::plan(std::size_t index) {
   if (!state_with_policy(span.sequence)) return;
   SequenceState& state = m_parts->states.at(span.sequence);
   const PolicyChoice& choice = *state.pruning->policy;
+  const bool is_held = span.rule.part == StepPart::held;
   if (span.rule.part == StepPart::other || choice.info->repeats_context) return;
   const PolicyNeeds needs = state.policy->needs();
   const std::int64_t before = m_parts->decoder.cache().tokens(span.sequence, 0);
@@ -74,13 +75,16 @@ void Engine::plan(std::size_t index) {
   step.recent = state.recent ? &*state.recent : nullptr;
   step.question = span.rule.question;
   step.removed_tokens = state.removed_tokens;
-  state.plan =
-      plan_eviction(*state.pruning, {EvictionMoment::When::step, span.rule.part, span.count,
-                                     before + state.removed_tokens, state.steps});
+  state.plan = plan_eviction(*state.pruning,
+                             {EvictionMoment::When::step, span.rule.part, span.count,
+                              before + state.removed_tokens, state.steps, state.is_in_parts});
   const EvictionMethod method = state.plan.method;
   step.budget = &state.plan.budget;
   step.chooses = method == EvictionMethod::append_kept;
-  if (engine::is_context(span.rule.part)) {
+  if (is_held) {
+    step.only_watches = !needs.every_step;
+    if (step.only_watches && !step.recent) return;
+  } else if (engine::is_context(span.rule.part)) {
     step.scores_all = state.pruning->chooses_rows() || !choice.info->judges_tokens;
   } else if (method == EvictionMethod::append) {
     step.scores_all = false;
@@ -100,11 +104,16 @@ void Engine::plan(std::size_t index) {
 
 void Engine::finish(const StepBatch::Span& span) {
   SequenceState& state = m_parts->states.at(span.sequence);
+  const bool ends_parts = state.is_in_parts && span.rule.part == StepPart::context;
   if (!state.step.keeps_scores) return;
   const base::Stopwatch watch(m_parts->evict_seconds);
   const LayerScores scores = std::move(state.step.scores);  // released in any case
   state.step.scores.clear();
-  agree_on_memory(communicator(), [&] { set_row_scores(span.sequence, scores); });
+  agree_on_memory(communicator(), [&] {
+    set_row_scores(span.sequence, scores);
+    if (ends_parts) keep_queries(state, false);
+  });
+  if (ends_parts) state.is_in_parts = false;
   evict(span.sequence, state.plan, scores, true);
 }
 

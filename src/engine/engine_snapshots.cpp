@@ -120,6 +120,9 @@ std::shared_ptr<const Engine::CacheState> Engine::describe(SequenceId sequence,
     if (taken && taken->cache_state->sequence != sequence) {
       throw Error(fmt::format("the context is not a state of sequence {}", sequence));
     }
+    if (state.is_in_parts) {
+      throw Error(fmt::format("the last part of the context of sequence {} is missing", sequence));
+    }
     if (state.recent && state.recent->lasts()) info.recent_queries = state.recent->to_host();
   });
   communicator().all_reduce_sum(non_finite.data(), non_finite.size());

@@ -31,6 +31,15 @@ std::vector<StepResult> Engine::step_of_policies(const StepBatch& batch,
       results = m_parts->decoder.step(batch, progress);
       return;
     }
+    try {
+      for (const StepBatch::Span& span : batch.spans()) {
+        SequenceState* const state = state_with_policy(span.sequence);
+        if (!state || span.rule.part != StepPart::held) continue;
+        engine::agree_on_memory(communicator(), [&] { keep_queries(*state, true); });
+      }
+    } catch (const AgreedOutOfMemory& error) {
+      throw StepOutOfMemory(error.what());
+    }
     plan(batch);
     // Policies see all rows of a head.
     try {
@@ -136,7 +145,8 @@ void Engine::balance(const StepBatch& batch) {
   std::vector<SequenceId> sequences;
   for (const StepBatch::Span& span : batch.spans()) {
     // A policy that sees each part of a context would call the pages back at once.
-    if (engine::is_context(span.rule.part) && state_with_policy(span.sequence)) continue;
+    const bool is_part = engine::is_context(span.rule.part) || span.rule.part == StepPart::held;
+    if (is_part && state_with_policy(span.sequence)) continue;
     sequences.push_back(span.sequence);
   }
   balance(std::move(sequences));
@@ -202,7 +212,10 @@ void Engine::finish() {
   for (const StepBatch::Span& span : m_parts->batch.spans()) {
     SequenceState* const state = state_with_policy(span.sequence);
     if (!state) continue;
-    if (span.rule.part == StepPart::context && state->pruning->policy->info->repeats_context) {
+    const bool is_held = span.rule.part == StepPart::held;
+    const bool repeats = state->pruning->policy->info->repeats_context;
+    if (is_held && !repeats) state->is_in_parts = true;
+    if ((is_held || span.rule.part == StepPart::context) && repeats) {
       const auto first = m_parts->batch.tokens().begin() + span.first;
       state->context.insert(state->context.end(), first, first + span.count);
     }

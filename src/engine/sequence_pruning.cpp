@@ -39,7 +39,10 @@ EvictionPlan plan_choice(const SequencePruning& pruning, const EvictionMoment& m
   EvictionPlan plan;
   const PolicyChoice& choice = *pruning.policy;
   plan.empties_ring = choice.rerotate;
-  if (moment.part == StepPart::other || choice.info->repeats_context) return plan;
+  if (moment.part == StepPart::other || moment.part == StepPart::held ||
+      choice.info->repeats_context) {
+    return plan;
+  }
   if (!is_context(moment.part)) {
     plan.budget = decode_budget(choice.budget, pruning.pruning.decode);
     if (is_due(pruning.pruning.decode, moment)) plan.method = EvictionMethod::evict_by_flags;
@@ -50,6 +53,8 @@ EvictionPlan plan_choice(const SequencePruning& pruning, const EvictionMoment& m
   const bool is_first = moment.tokens == 0;
   plan.method = is_first && plan.budget.by_layer() ? EvictionMethod::append_kept
                                                    : EvictionMethod::evict_by_flags;
+  // append_kept leaves no row in a ring; the last part of a context becomes equal to that.
+  plan.empties_ring = plan.empties_ring || (moment.ends_parts && plan.budget.by_layer());
   return plan;
 }
 
@@ -95,7 +100,7 @@ StepRule scorer_rule(bool judges, float threshold, std::int64_t sink) {
 StepRule rule_of(const SequencePruning& pruning, StepPart part, std::int64_t question) {
   const float threshold = pruning.threshold();
   const std::int64_t sink = pruning.pruning.sink;
-  if (part == StepPart::held) {
+  if (part == StepPart::held && !pruning.uses_policy) {
     StepRule rule = scorer_rule(pruning.prunes(), threshold, sink);
     rule.eviction.judge = false;
     return rule;

@@ -34,6 +34,9 @@ struct EvictionMoment {
   /// the context or the last cut.
   StepPart part = StepPart::other;
   std::int64_t count = 0, tokens = 0, steps = 0;
+  /// Of a step with StepPart::context: it is the last part of a context that a policy takes in
+  /// parts.
+  bool ends_parts = false;
 };
 
 /// The function of KVCache through which rows leave.

@@ -21,6 +21,7 @@ struct SequenceState {
   std::int64_t removed_tokens = 0;  // evicted before positions were renumbered
   std::int64_t non_finite = 0;      // rows that the last cut kept because their score is not finite
   std::vector<TokenId> context;     // for a policy that repeats it
+  bool is_in_parts = false;         // a context of which parts have run, but not the last one
   // Of the current step.
   PolicyStep step;
   EvictionPlan plan;
@@ -33,6 +34,7 @@ struct SequenceState {
     into.removed_tokens = removed_tokens;
     into.non_finite = non_finite;
     into.context = context;
+    into.is_in_parts = is_in_parts;
     into.pruning = pruning;
     return into;
   }

@@ -71,7 +71,11 @@ class Chunked final : public Policy {
   Chunked(std::unique_ptr<Policy> inner, const Budget& budget)
       : m_inner(std::move(inner)), m_budget(budget) {}
 
-  PolicyNeeds needs() const override { return m_inner->needs(); }
+  PolicyNeeds needs() const override {
+    PolicyNeeds needs = m_inner->needs();
+    needs.accumulates = false;  // cached scores are its own
+    return needs;
+  }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {
     m_inner->observe(layer, block);
   }

@@ -110,6 +110,7 @@ class Critical final : public Policy {
     PolicyNeeds needs = m_inner->needs();
     needs.budget = true;  // the first stage gets a fraction of it
     needs.output_weights = true;
+    needs.accumulates = false;  // cached scores are its own
     return needs;
   }
   void observe(PolicyLayer& layer, const TokenBlock& block) override {

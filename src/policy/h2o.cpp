@@ -79,7 +79,7 @@ class H2O final : public Policy {
     PolicyNeeds needs;
     needs.blocks = true;
     needs.log_sum_exp = true;
-    needs.every_step = true;
+    needs.every_step = needs.accumulates = true;
     needs.budget = m_local;
     return needs;
   }

@@ -23,7 +23,7 @@ class Kvzap final : public Policy {
     PolicyNeeds needs;
     needs.blocks = true;
     // Hidden states exist only during a step, so scoring again needs the scores of all tokens.
-    needs.every_step = true;
+    needs.every_step = needs.accumulates = true;
     return needs;
   }
 

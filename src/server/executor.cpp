@@ -32,6 +32,7 @@ Executor::Traits Executor::traits_of(const Pruning& pruning) const {
   const PolicyChoice& choice = *loaded.policy;
   traits.repeats = choice.info->repeats_context;
   traits.holds = false;
+  traits.takes_parts = engine().takes_parts(loaded);
   traits.goes_on = pruning.prefill == PrefillMode::sparse && !choice.info->repeats_context &&
                    choice.info->scores_again && !choice.info->has_own_budget && !choice.rerotate;
   return traits;

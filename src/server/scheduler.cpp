@@ -232,8 +232,15 @@ void Scheduler::Impl::wait_for_work() {
 /// Finds out how the sequences of a job can run. Throws Error if they cannot.
 void Scheduler::Impl::prepare(Job& job) const {
   job.traits = m_executor.traits(*job.request.pruning);
-  if (job.request.prompt_logprobs && !job.traits.holds &&
-      m_executor.engine().options().pruning.prefill == PrefillMode::dense) {
+  const Engine& engine = m_executor.engine();
+  const std::size_t limit = engine.options().kv_limit;
+  if (limit > 0 && static_cast<std::size_t>(job.prompt_tokens) *
+                           engine.bytes_per_token(*job.request.page_format) >
+                       limit) {
+    job.traits.takes_parts = false;  // all rows of a context are stored before its last part
+  }
+  if (job.request.prompt_logprobs && !job.traits.holds && !job.traits.takes_parts &&
+      engine.options().pruning.prefill == PrefillMode::dense) {
     throw Error(
         "echo with logprobs needs a prompt that runs in steps, but the policy takes it as a whole; "
         "set kvzap.prune to \"none\"");

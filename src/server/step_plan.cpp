@@ -225,6 +225,8 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
       span.part = StepPart::context;
       if (prunes && engine.options().pruning.prefill == PrefillMode::sparse) {
         count = std::min(left, engine.options().pruning.chunk);
+      } else if (sequence.job->traits.takes_parts) {
+        if (count < left) span.part = StepPart::held;
       } else if (!sequence.job->traits.holds) {
         count = left;
       } else {

@@ -213,6 +213,12 @@ class Engine {
   /// its end, with the result of one dense step. This needs the engine's scorer and a threshold, or
   /// no pruning.
   bool can_hold(SequenceId sequence) const;
+  /// Returns whether a policy can take a context in parts: all but the last as StepPart::held, the
+  /// last as StepPart::context. The rows that stay are then those of one dense step. It needs a
+  /// policy that has the model repeat the context, or dense prefill, a budget, and a policy whose
+  /// scores depend on rows, on the newest queries, or on what accumulates
+  /// (PolicyNeeds::accumulates).
+  bool takes_parts(const LoadedPruning& pruning) const;
   /// Judges the pairs of a context whose last part has run as StepPart::held: all but the newest
   /// `window`. The same rows stay as after one dense step; rows that were judged earlier stay, too.
   /// Collective. Throws AgreedOutOfMemory if a rank has no memory to copy pages that another
@@ -354,6 +360,9 @@ class Engine {
   engine::SequenceState new_state(
       const std::shared_ptr<const engine::SequencePruning>& pruning) const;
   engine::RecentQueries recent_queries(std::int64_t count, bool every_layer) const;
+  /// Has the newest queries stored from step to step if the sequence's pruning needs that or a
+  /// context comes in parts, and else within a step. Forgets stored ones if that changes.
+  void keep_queries(engine::SequenceState& state, bool is_in_parts) const;
   std::shared_ptr<const engine::SequencePruning> pruning_of(const LoadedPruning& pruning) const;
   engine::SequenceState* state_with_policy(SequenceId sequence);
   std::vector<int> pruned_heads() const;

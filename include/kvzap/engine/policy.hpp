@@ -21,6 +21,9 @@ struct PolicyNeeds {
   /// The policy scores in every step, generated tokens included. PolicyLayer::cached_scores returns
   /// its earlier scores, which running sums need.
   bool every_step = false;
+  /// With `blocks`: cached_scores hold all that the policy needs of earlier steps, so that its
+  /// scores after several steps of a context are those after one step of it.
+  bool accumulates = false;
   /// The policy calls PolicyLayer::inverse_frequencies. It is refused for models whose frequencies
   /// depend on the length of the text (ModelConfig::rope_depends_on_length), because different
   /// frequencies have rotated their cached keys.

@@ -19,7 +19,8 @@ enum class StepPart {
   question,   // a question about a context that was pruned before
   generated,  // a question about a context that is already pruned
   whole,      // context and question together; see StepRule::question
-  held,       // a part of a context that is judged as a whole: Engine::judge_context
+  held,       // a part of a context that is judged as a whole: by Engine::judge_context or, with
+              // a policy, in the step of the last part, which is `context` (Engine::takes_parts)
   draft       // a generated token and guesses of those that follow it: Engine::take_back
 };
 

@@ -22,11 +22,12 @@ class Executor {
  public:
   /// Abilities of a sequence that depend on its pruning.
   struct Traits {
-    bool holds = true;     // a context may run in several steps (Engine::can_hold)
+    bool holds = true;     // a context may run in several steps, judged then (Engine::can_hold)
     bool goes_on = true;   // more context may follow a state that other sequences are forked from
     bool repeats = false;  // the model repeats the context, so that there can be only one
     bool drafts = false;   // a step can check drafts (Engine::why_no_drafts)
     bool drafts_packed = false;  // the same if pages store quantised rows
+    bool takes_parts = false;    // a policy takes a context in several steps (Engine::takes_parts)
   };
   using TraitsOf = std::function<Traits(const Pruning&)>;
   using Load = std::function<LoadedPruning(const Pruning&)>;

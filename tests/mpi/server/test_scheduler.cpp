@@ -874,6 +874,8 @@ TEST_F(SchedulerTest, RequestsMayHavePoliciesOfTheirOwn) {
   add("snapkv:window=4,kernel=3", 0.5);
   add("keydiff+ada", {}, 20);
   add("knorm+rerotate", 0.3);
+  add("h2o", 0.5);           // in parts, by the sums of earlier ones
+  add("h2o+critical", 0.5);  // as a whole
   add("kvzip", 0.4);
   add("simlayerkv:recent=12,initial=2", {});
   add("none", {});

@@ -391,6 +391,11 @@ void Scheduler::Impl::end_answers() {
   if (m_ended.empty()) return;
   m_running.erase(std::remove(m_running.begin(), m_running.end(), nullptr), m_running.end());
   m_is_full = false;
+  {
+    // Before the listeners know: a client's next request finds the place of its last one free.
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    m_counts.running = static_cast<std::int64_t>(m_running.size());
+  }
   const Outcome outcome = carry_out(plan);
   auto counted = outcome.counts.begin();
   for (std::size_t i = 0; i < m_ended.size(); ++i) {

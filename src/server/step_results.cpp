@@ -339,10 +339,14 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   } catch (const Error& error) {  // of its grammar
     return fail(job, error.what(), false);
   }
-  if (token < 0) {
-    return fail(job, "no token can be sampled: logits are not finite, or all tokens are forbidden",
-                true);
+  // The model's own logits may be valid: the request forbids all tokens, or has extreme penalties.
+  if (token < 0 && Sampler({})(result.logits) >= 0) {
+    return fail(job,
+                "no token is left that may follow: a grammar, min_tokens, logit_bias and penalties "
+                "forbid all",
+                false);
   }
+  if (token < 0) return fail(job, "no token can be sampled: logits are not finite", true);
   sequence.said->append(token);
   const auto before = std::exchange(sequence.last_token, base::Clock::now());
   {

@@ -10,7 +10,9 @@ namespace {
 // once as the text has bytes.
 constexpr std::size_t most_items = 65'536;
 constexpr std::size_t most_kept = 4'000'000;  // items of all sets: 64 MB
-constexpr std::size_t largest_searched = 24;  // larger sets have a table
+// Of one set. Where many rules end at once, each may have many callers.
+constexpr std::size_t most_work_of_set = 2'000'000;  // some 20 ms
+constexpr std::size_t largest_searched = 24;         // larger sets have a table
 constexpr std::uint32_t no_item = std::numeric_limits<std::uint32_t>::max();
 
 std::size_t hash_of(const Item& item) {
@@ -18,6 +20,10 @@ std::size_t hash_of(const Item& item) {
   hash =
       (hash ^ static_cast<std::uint64_t>(item.count) * 0x9E3779B97F4A7C15U) * 0xBF58476D1CE4E5B9U;
   return static_cast<std::size_t>(hash ^ (hash >> 31));
+}
+
+[[noreturn]] void refuse_as_ambiguous() {
+  throw Error("the grammar is ambiguous: a text may be read in thousands of ways");
 }
 
 }  // namespace
@@ -41,6 +47,7 @@ void Recogniser::begin_set() {
   m_calling_begins.push_back(static_cast<std::uint32_t>(m_calling.size()));
   m_matches.push_back(0);
   m_in_table = 0;
+  m_work_before = m_work;
 }
 
 void Recogniser::add(Item item) {
@@ -51,7 +58,7 @@ void Recogniser::add(Item item) {
     return;
   }
   if (size >= most_items || begin + m_calling.size() > most_kept) {
-    throw Error("the grammar is ambiguous: a text may be read in thousands of ways");
+    refuse_as_ambiguous();
   }
   if (m_table.size() < 4 * (size + 1) || m_in_table == 0) {
     m_table.assign(std::max<std::size_t>(256, 8 * size), no_item);
@@ -74,12 +81,19 @@ void Recogniser::add(Item item) {
   ++m_in_table;
 }
 
+/// Counts work. Throws Error if a set is too much.
+void Recogniser::look_at(std::size_t items) {
+  m_work += items;
+  if (m_work - m_work_before > most_work_of_set) refuse_as_ambiguous();
+}
+
 /// Calls f(target) for each item that called `rule` when `origin` bytes had been read, where
 /// `target` follows the call.
 template <class F>
-void Recogniser::visit_callers(RuleId rule, std::uint32_t origin, F f) const {
+void Recogniser::visit_callers(RuleId rule, std::uint32_t origin, F f) {
   for (const Item* at = calling_begin(origin); at != calling_end(origin); ++at) {
     const Node& node = m_automaton.nodes[at->node];
+    look_at(1 + node.calls.size());
     const RuleInfo& info = m_automaton.rules[static_cast<std::size_t>(node.rule)];
     if (info.is_repeat) {
       if (info.body != rule) continue;
@@ -107,7 +121,6 @@ void Recogniser::complete(RuleId rule, const Item& item) {
   // `add` may move the items.
   std::vector<Item> targets;
   visit_callers(rule, item.origin, [&](const Item& target) { targets.push_back(target); });
-  m_work += targets.size();
   for (const Item& target : targets) add(target);
 }
 
@@ -147,7 +160,7 @@ void Recogniser::close() {
   m_in_table = 0;
   const std::size_t begin = m_begins.back();
   for (std::size_t i = begin; i < m_items.size(); ++i) {
-    ++m_work;
+    look_at(1);
     const Item item = m_items[i];
     const Node& node = m_automaton.nodes[item.node];
     const bool is_repeat = m_automaton.rules[static_cast<std::size_t>(node.rule)].is_repeat;
@@ -212,6 +225,7 @@ bool Recogniser::read_token(TokenId token) {
 }
 
 bool Recogniser::leave(const std::vector<Item>& items) {
+  m_work_before = m_work;
   std::vector<Item> targets;
   for (const Item& item : items) {
     if (item.origin == unknown) continue;
@@ -233,7 +247,8 @@ void Recogniser::go_back(std::size_t count) {
   m_exits.clear();
 }
 
-std::int64_t Recogniser::least_count() const {
+std::int64_t Recogniser::least_count() {
+  m_work_before = m_work;
   std::int64_t least = unlimited;
   // Rules in progress and those that called them, up to the repeat.
   std::vector<std::pair<RuleId, std::uint32_t>> rules;
@@ -243,6 +258,7 @@ std::int64_t Recogniser::least_count() const {
       return;
     }
     const std::pair rule(m_automaton.nodes[item.node].rule, item.origin);
+    look_at(rules.size());
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) rules.push_back(rule);
   };
   for (const Item* at = begin(); at != end(); ++at) {

@@ -34,7 +34,7 @@ class Recogniser {
   Recogniser(const Automaton& automaton, NodeIndex node, bool with_calls);
 
   /// Reads a byte, or the special token. Returns false and changes nothing if it cannot follow.
-  /// Throws Error if too many rules are in progress.
+  /// Throws Error if too many rules are in progress, or a byte is too much work.
   bool read_byte(unsigned char byte);
   bool read_token(TokenId token);
   /// Continues as if the rules of items of the current set had ended after one byte more. Returns
@@ -53,9 +53,10 @@ class Recogniser {
   /// Counts with which the rule with unknown callers can end here.
   const std::vector<std::int64_t>& exits() const { return m_exits; }
   /// Of a repeat with unknown callers: the least count that includes what is in progress.
-  std::int64_t least_count() const;
-  /// Items looked at so far.
+  std::int64_t least_count();
+  /// Items and calls looked at so far, and the work of others that was added.
   std::size_t work() const { return m_work; }
+  void add_work(std::size_t work) { m_work += work; }
 
  private:
   const Item* calling_begin(std::size_t set) const {
@@ -65,6 +66,7 @@ class Recogniser {
     const bool is_last = set + 1 == m_calling_begins.size();
     return m_calling.data() + (is_last ? m_calling.size() : m_calling_begins[set + 1]);
   }
+  void look_at(std::size_t items);
   bool is_end_of_text(const Item& item) const;
   void begin_set();
   void add(Item item);
@@ -73,7 +75,7 @@ class Recogniser {
   void close_node(const Item& item);
   void complete(RuleId rule, const Item& item);
   template <class F>
-  void visit_callers(RuleId rule, std::uint32_t origin, F f) const;
+  void visit_callers(RuleId rule, std::uint32_t origin, F f);
   bool finish_set();
 
   const Automaton& m_automaton;
@@ -85,7 +87,7 @@ class Recogniser {
   std::vector<std::uint32_t> m_calling_begins;  // of sets
   std::vector<char> m_matches;                  // whether the text up to a set matches
   std::vector<std::int64_t> m_exits;            // of the last set
-  std::size_t m_work = 0;
+  std::size_t m_work = 0, m_work_before = 0;    // before the last set
   // The last set by hash, once it is large.
   std::vector<std::uint32_t> m_table;
   std::size_t m_in_table = 0;

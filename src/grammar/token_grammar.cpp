@@ -30,7 +30,10 @@ struct TokenGrammar::Data {
   Data(std::shared_ptr<const Vocabulary> shared, const grammar::Grammar& grammar)
       : vocabulary(std::move(shared)),
         automaton(grammar::compile(grammar)),
-        masks(automaton, vocabulary->trie) {}
+        masks(automaton, vocabulary->trie) {
+    // What is too ambiguous to begin with is refused here, not where an answer begins.
+    [[maybe_unused]] const grammar::Recogniser beginning(automaton);
+  }
 
   std::shared_ptr<const Vocabulary> vocabulary;
   grammar::Automaton automaton;

@@ -11,8 +11,9 @@ namespace {
 
 // Masks of one grammar. Beyond this they are made again when they are needed.
 constexpr std::size_t most_bytes = std::size_t{32} << 20;
-// Some 0.1 s of a core: that of a step waits for it.
+// Some 0.1 s of a core for what follows one state, and thrice that for a step, which waits for it.
 constexpr std::size_t most_visits = 10'000'000;
+constexpr std::size_t most_visits_of_step = 3 * most_visits;
 constexpr std::int64_t most_counted = 0xFFFF;
 // Most tokens need fewer copies of what repeats, such as characters.
 constexpr std::size_t small_counts = 16;
@@ -25,6 +26,11 @@ void add_bits(const std::vector<std::uint64_t>& added, std::vector<std::uint64_t
 void set_bit(std::vector<std::uint64_t>& bits, TokenId token) {
   const auto index = static_cast<std::size_t>(token);
   bits[index / word_bits] |= std::uint64_t{1} << (index % word_bits);
+}
+
+void check_work(const Recogniser& recogniser, std::size_t most) {
+  if (recogniser.work() <= most) return;
+  throw Error("the grammar is ambiguous: the tokens that may follow are too hard to find");
 }
 
 /// Walks the texts below `root`, and calls visit(node) for each that the recogniser can read.
@@ -46,9 +52,7 @@ void walk(Recogniser& recogniser, const TokenTrie& trie, TokenTrie::NodeId root,
     path.push_back(node);
     visit(node);
     ++node;
-    if (recogniser.work() > most) {
-      throw Error("the grammar is ambiguous: the tokens that may follow are too hard to find");
-    }
+    check_work(recogniser, most);
   }
   go_up(trie.size());
 }
@@ -62,7 +66,7 @@ std::size_t NodeMask::bytes() const {
              sizeof(std::uint64_t);
 }
 
-std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeIndex node) const {
+std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeIndex node, Recogniser& asking) const {
   auto mask = std::make_shared<NodeMask>();
   const bool is_repeat =
       m_automaton.rules[static_cast<std::size_t>(m_automaton.nodes[node].rule)].is_repeat;
@@ -98,6 +102,7 @@ std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeIndex node) const {
       }
     }
   });
+  asking.add_work(recogniser.work());
   std::stable_sort(mask->exits.begin(), mask->exits.end(), [&](const auto& a, const auto& b) {
     return m_trie.byte(a.text) < m_trie.byte(b.text);
   });
@@ -117,7 +122,7 @@ std::shared_ptr<const NodeMask> TokenMasks::make_mask(NodeIndex node) const {
   return mask;
 }
 
-std::shared_ptr<const NodeMask> TokenMasks::mask_of(NodeIndex node) const {
+std::shared_ptr<const NodeMask> TokenMasks::mask_of(NodeIndex node, Recogniser& recogniser) const {
   // Repeats of one body count from 0 here, so they share a mask.
   const RuleInfo& info = m_automaton.rules[static_cast<std::size_t>(m_automaton.nodes[node].rule)];
   const NodeIndex key =
@@ -127,7 +132,7 @@ std::shared_ptr<const NodeMask> TokenMasks::mask_of(NodeIndex node) const {
     const auto found = m_masks.find(key);
     if (found != m_masks.end()) return found->second;
   }
-  std::shared_ptr<const NodeMask> made = make_mask(node);
+  std::shared_ptr<const NodeMask> made = make_mask(node, recogniser);
   const std::lock_guard<std::mutex> lock(m_mutex);
   if (m_bytes + made->bytes() > most_bytes) {
     m_masks.clear();
@@ -141,7 +146,7 @@ std::shared_ptr<const NodeMask> TokenMasks::mask_of(NodeIndex node) const {
 void TokenMasks::allow_items(Recogniser& recogniser, const std::vector<Item>& items,
                              std::size_t most_work, std::vector<std::uint64_t>& bits) const {
   const Item& item = items.front();
-  const std::shared_ptr<const NodeMask> mask = mask_of(item.node);
+  const std::shared_ptr<const NodeMask> mask = mask_of(item.node, recogniser);
   const RuleInfo& info =
       m_automaton.rules[static_cast<std::size_t>(m_automaton.nodes[item.node].rule)];
   std::int64_t least = 0, most = unlimited;
@@ -173,6 +178,7 @@ void TokenMasks::allow_items(Recogniser& recogniser, const std::vector<Item>& it
     const std::uint32_t first = mask->first_exit[byte], last = mask->first_exit[byte + 1];
     if (!follows[byte] || first == last) continue;
     recogniser.read_byte(static_cast<unsigned char>(byte));
+    check_work(recogniser, most_work);
     for (std::uint32_t i = first; i < last; ++i) {
       const NodeMask::Exit& exit = mask->exits[i];
       if (info.is_repeat && (exit.count < least || exit.count > most)) continue;
@@ -185,7 +191,7 @@ void TokenMasks::allow_items(Recogniser& recogniser, const std::vector<Item>& it
 }
 
 void TokenMasks::allow(Recogniser& recogniser, std::vector<std::uint64_t>& bits) const {
-  const std::size_t most_work = recogniser.work() + most_visits;
+  const std::size_t most_work = recogniser.work() + most_visits_of_step;
   std::map<std::pair<NodeIndex, std::int64_t>, std::vector<Item>> groups;
   for (const Item& item : recogniser) {
     const Node& node = m_automaton.nodes[item.node];
@@ -197,7 +203,10 @@ void TokenMasks::allow(Recogniser& recogniser, std::vector<std::uint64_t>& bits)
       groups[{item.node, item.count}].push_back(item);
     }
   }
-  for (const auto& [key, items] : groups) allow_items(recogniser, items, most_work, bits);
+  for (const auto& [key, items] : groups) {
+    allow_items(recogniser, items, most_work, bits);
+    check_work(recogniser, most_work);
+  }
 }
 
 }  // namespace kvzap::grammar

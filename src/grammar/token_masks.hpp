@@ -53,8 +53,9 @@ class TokenMasks {
  private:
   void allow_items(Recogniser& recogniser, const std::vector<Item>& items, std::size_t most_work,
                    std::vector<std::uint64_t>& bits) const;
-  std::shared_ptr<const NodeMask> mask_of(NodeIndex node) const;
-  std::shared_ptr<const NodeMask> make_mask(NodeIndex node) const;
+  // Add their work to that of `recogniser`.
+  std::shared_ptr<const NodeMask> mask_of(NodeIndex node, Recogniser& recogniser) const;
+  std::shared_ptr<const NodeMask> make_mask(NodeIndex node, Recogniser& recogniser) const;
 
   const Automaton& m_automaton;
   const TokenTrie& m_trie;

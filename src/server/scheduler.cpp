@@ -321,6 +321,10 @@ void Scheduler::Impl::fail(Job& job, const std::string& what, bool is_servers) {
   {
     const std::lock_guard<std::mutex> lock(m_mutex);
     ++m_counts.failed;
+    // Their places are free before the client knows.
+    m_counts.running -= std::count_if(
+        m_running.begin(), m_running.end(),
+        [&](const auto& sequence) { return sequence && sequence->job.get() == &job; });
     leave_queue(job);
   }
   job.listener->on_error(what, is_servers);

@@ -339,10 +339,14 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   } catch (const Error& error) {  // of its grammar
     return fail(job, error.what(), false);
   }
-  if (token < 0) {
-    return fail(job, "no token can be sampled: logits are not finite, or all tokens are forbidden",
-                true);
+  // The model's own logits may be valid: the request forbids all tokens, or has extreme penalties.
+  if (token < 0 && Sampler({})(result.logits) >= 0) {
+    return fail(job,
+                "no token is left that may follow: a grammar, min_tokens, logit_bias and penalties "
+                "forbid all",
+                false);
   }
+  if (token < 0) return fail(job, "no token can be sampled: logits are not finite", true);
   sequence.said->append(token);
   const auto before = std::exchange(sequence.last_token, base::Clock::now());
   {
@@ -391,6 +395,11 @@ void Scheduler::Impl::end_answers() {
   if (m_ended.empty()) return;
   m_running.erase(std::remove(m_running.begin(), m_running.end(), nullptr), m_running.end());
   m_is_full = false;
+  {
+    // Before the listeners know: a client's next request finds the place of its last one free.
+    const std::lock_guard<std::mutex> lock(m_mutex);
+    m_counts.running = static_cast<std::int64_t>(m_running.size());
+  }
   const Outcome outcome = carry_out(plan);
   auto counted = outcome.counts.begin();
   for (std::size_t i = 0; i < m_ended.size(); ++i) {

@@ -38,6 +38,8 @@ except ImportError:
 LLM = shutil.which("llm", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))))
 
 try:
+    import lm_eval
+    import lm_eval.tasks
     import torch
     import transformers
     from lm_eval.api.instance import Instance
@@ -335,6 +337,44 @@ class LmEval(SharedServerTest):
             for (logprob, is_greedy), (wanted, greedy) in zip(found, expected):
                 self.assertAlmostEqual(logprob, wanted, delta=1e-3)
                 self.assertEqual(is_greedy, greedy)
+
+    def test_tasks(self):
+        """Tasks of local files have the same figures as with the harness' own model of transformers."""
+        questions = [{"context": case["context"][-300:] + " The number is", "choices": ["1234", "507", "88", case["expected"][-5:-1]], "answer": i % 4}
+                     for i, case in enumerate(CASES[:4])]
+        texts = [{"text": text} for case in CASES[:2] for text in (case["context"][:900], case["question"] + " " + case["expected"])]
+        common = {"dataset_path": "json", "test_split": "test", "metadata": {"version": 1}}
+        tasks = {"local_choice": {"output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+                                  "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+                 "local_perplexity": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+                                      "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}]}}
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        for (name, task), rows in zip(tasks.items(), (questions, texts)):
+            (folder / f"{name}.json").write_text("\n".join(map(json.dumps, rows)))
+            # JSON is YAML.
+            (folder / f"{name}.yaml").write_text(json.dumps({
+                "task": name, **common, "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.json")}, "cache_dir": str(folder / "cache")}, **task}))
+        manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+
+        def figures(model, arguments):
+            found = lm_eval.simple_evaluate(model=model, model_args=arguments, tasks=list(tasks), task_manager=manager, batch_size=1, bootstrap_iters=0,
+                                            log_samples=True)
+            # A response is a log probability, or one and whether the choice is the likeliest.
+            logprobs = [response if isinstance(response, float) else response[0] for name in tasks
+                        for sample in found["samples"][name] for response in sample["filtered_resps"]]
+            return {(task, metric): value for task, all in found["results"].items() for metric, value in all.items() if isinstance(value, float)}, logprobs
+
+        length = self.model.config.max_position_embeddings
+        wanted, wanted_logprobs = figures("hf", {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu", "max_length": length})
+        found, logprobs = figures("local-completions", {
+            "model": "recall-4m", "tokenizer": str(MODEL), "base_url": f"http://127.0.0.1:{self.server.port}/v1/completions", "max_length": length})
+        self.assertEqual(len(wanted), 5 + sum(name.endswith("stderr") for _, name in wanted), wanted)
+        self.assertEqual(set(found), set(wanted))
+        for name, value in wanted.items():
+            self.assertAlmostEqual(found[name], value, delta=1e-4 * abs(value), msg=name)
+        self.assertEqual(len(logprobs), len(wanted_logprobs))
+        for one, other in zip(logprobs, wanted_logprobs):
+            self.assertAlmostEqual(one, other, delta=1e-3 + 1e-5 * abs(other))
 
 
 if __name__ == "__main__":

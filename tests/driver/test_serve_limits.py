@@ -254,6 +254,37 @@ class Queue(serve.ServerTest):
         self.stop(server)
 
 
+class Places(serve.ServerTest):
+    """As many requests as places and queue have room for are never refused; more of them get 429 until there is room."""
+
+    def answers(self, server, clients, each):
+        """Statuses of requests that clients send one after the other, with the values of Retry-After."""
+        found, lock = [], threading.Lock()
+
+        def client(number):
+            for k in range(each):
+                status, headers, _ = server.request("POST", serve.PLAIN, {"prompt": f"{number} {k}", "max_tokens": 2 + k % 3, "ignore_eos": True})
+                with lock:
+                    found.append((status, headers["Retry-After"]))
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def test_overload(self):
+        server = self.start(*serve.PRUNED, "--max-sequences", "2", "--max-queue", "2")
+        self.assertEqual(set(self.answers(server, 4, 40)), {(200, None)})
+        found = self.answers(server, 24, 10)
+        self.assertEqual({status for status, _ in found}, {200, 429})
+        self.assertTrue(all(int(wait) >= 1 for status, wait in found if status == 429))
+        self.assertEqual(server.metrics()["kvzap_requests_refused_total"], sum(status == 429 for status, _ in found))
+        self.assertEqual(set(self.answers(server, 4, 10)), {(200, None)})
+        self.stop(server)
+
+
 class Crowd(serve.ServerTest):
     """More connections than places, whose clients make the server wait and come again: others are served."""
     FLAGS = [*serve.PRUNED, "--max-sequences", "4", "--max-queue", "4"]

@@ -1,6 +1,7 @@
 """Answers of kvzap serve that schemas, grammars and tools restrict."""
 import json
 import threading
+import time
 import unittest
 
 from harness import CASES
@@ -56,7 +57,8 @@ class Answers(SharedServerTest):
         for fields, words in (({"guided_regex": "(?=a)"}, "guided_regex"), ({"guided_json": {"contains": {}}}, "/contains"),
                               ({"grammar": "root ::= ("}, "line 1"), ({"response_format": {"type": "xml"}}, "response_format.type"),
                               ({"guided_json": {"type": "object"}, "grammar": "root ::= \"a\""}, "exclude each other"),
-                              ({"guided_json": {"enum": []}}, "guided_json")):
+                              ({"guided_json": {"enum": []}}, "guided_json"),
+                              ({"guided_regex": "()", "ignore_eos": True}, "no token is left")):
             status, _, body = self.server.request("POST", CHAT, {**ASK, **fields})
             self.assertEqual(status, 400, fields)
             self.assertIn(words, json.loads(body)["error"]["message"])
@@ -64,12 +66,18 @@ class Answers(SharedServerTest):
     def test_hostile_forms(self):
         """Each is refused, or ends its own request alone."""
         deep = '{"items":' * 45000 + "{}" + "}" * 45000
+        # Rules of one letter and as many that call each of them: looking for callers takes 27 million steps after one byte.
+        callers = "\n".join(["root ::= (" + "|".join(f"c{i}" for i in range(300)) + ")*",
+                             *(f"c{i} ::= " + "|".join(f"t{k}" for k in range(300)) for i in range(300)),
+                             *(f't{i} ::= "e" [a-z]?' for i in range(300))])
         for fields in ({"guided_json": deep}, {"grammar": 'root ::= root root root | "a" | ""'}, {"guided_regex": "(" * 60000},
                        {"grammar": "root ::= s\ns ::= [a-z ] | s s s"}, {"guided_json": {"type": "string", "minLength": 6000, "format": "email"}},
-                       {"guided_json": {"$ref": "#"}}, {"grammar": "root ::= [a-z ] root | [a-z ]"}):
+                       {"guided_json": {"$ref": "#"}}, {"grammar": "root ::= [a-z ] root | [a-z ]"}, {"grammar": callers}):
+            begin = time.monotonic()
             status, _, body = self.server.request("POST", CHAT, {**ASK, "max_tokens": 300, "ignore_eos": True, **fields})
             self.assertIn(status, (200, 400), body[:300])
-        self.assertEqual(text_of(self.ask(guided_choice=["b"])), "b")
+            self.assertEqual(text_of(self.ask(guided_choice=["b"])), "b")
+            self.assertLess(time.monotonic() - begin, 30)
 
     def test_none_waits_for_the_grammars_of_others(self):
         # Each takes most of a second, and is refused then.

@@ -110,6 +110,42 @@ TEST(Recogniser, RightRecursionKeepsFewItems) {
   EXPECT_LT(recogniser.work(), 20'000'000U);
 }
 
+/// `count` rules of one letter, and as many that call each of them.
+Grammar grammar_with_many_callers(int count) {
+  Grammar grammar;
+  const RuleId root = grammar.add("root");
+  std::vector<Expr> letters, callers;
+  for (int i = 0; i < count; ++i) letters.push_back(call(grammar.add("letter", literal("x"))));
+  for (int i = 0; i < count; ++i) callers.push_back(call(grammar.add("any", choice(letters))));
+  grammar.rules[static_cast<std::size_t>(root)].body = repeat(choice(callers), 1);
+  return grammar;
+}
+
+TEST(Recogniser, BoundsTheWorkOfAByte) {
+  const Automaton few = compile(grammar_with_many_callers(20));
+  Recogniser easy(few);
+  EXPECT_TRUE(read(easy, "xxxx"));
+  const Automaton many = compile(grammar_with_many_callers(300));
+  Recogniser hard(many);
+  const auto expect_refused = [](const auto& work) {
+    try {
+      work();
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("ambiguous"), std::string::npos) << error.what();
+    }
+  };
+  expect_refused([&] { hard.read_byte('x'); });
+  EXPECT_LT(hard.work(), 3'000'000U);
+  // So are the tokens that may follow, whose masks are made in the same step.
+  const TokenTrie trie(texts_up_to(4));
+  const TokenMasks masks(many, trie);
+  Recogniser begins(many);
+  std::vector<std::uint64_t> bits((texts_up_to(4).size() + 63) / 64, 0);
+  for (int i = 0; i < 200; ++i) masks.allow(begins, bits);  // no text of the trie has an x
+  EXPECT_LT(begins.work(), 60'000'000U);
+}
+
 TEST(TokenMasks, AllowTheTokensWhoseBytesMayFollow) {
   std::vector<std::string> vocabulary = texts_up_to(4);
   vocabulary.push_back("ab");  // twice

@@ -239,6 +239,10 @@ Reply HttpServer::Impl::health() const {
 Reply HttpServer::Impl::get(const std::string& path) {
   if (path == "/health") return health();
   if (path == "/v1/models") return json(server::models_body(*m_model));
+  if (path == "/openapi.json") {
+    return json(server::openapi_document(*m_model, described_paths(!m_options.api_keys.empty()),
+                                         m_options.version));
+  }
   if (path == "/kvzap/status") {
     return json(server::status_body(*m_model, *m_scheduler.load(), m_kv_memory));
   }

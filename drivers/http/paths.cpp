@@ -17,6 +17,7 @@ const std::vector<Path>& paths() {
       {"/", Methods::get, false, {}, true},
       {"/health", Methods::get, false, {}, true},
       {"/metrics"},
+      {"/openapi.json"},
       {"/v1/models"},
       {one_model, Methods::get, true},
       {"/kvzap/status"},
@@ -29,6 +30,15 @@ const std::vector<Path>& paths() {
       {"/tokenize", Methods::post},
       {"/detokenize", Methods::post}};
   return all;
+}
+
+/// The methods that a path takes.
+std::vector<std::string> methods_of(const Path& path) {
+  std::vector<std::string> methods;
+  for (const char* const method : {"GET", "HEAD", "POST", "DELETE"}) {
+    if (path.takes(method)) methods.emplace_back(method);
+  }
+  return methods;
 }
 
 /// Returns the path that a client may mean, or "".
@@ -75,6 +85,15 @@ const Path* path_of(const std::string& path) {
     if (fits) return &one;
   }
   return nullptr;
+}
+
+std::vector<server::OpenApiPath> described_paths(bool has_keys) {
+  std::vector<server::OpenApiPath> described;
+  for (const Path& path : paths()) {
+    described.push_back({path.name + (path.ends_with_name ? "{name}" : ""), methods_of(path),
+                         has_keys && !path.is_open, is_messages_path(path.name)});
+  }
+  return described;
 }
 
 std::string unknown_path(const std::string& path) {

@@ -1,10 +1,11 @@
 // The paths of the server.
 #pragma once
 
-#include <kvzap/server/protocol.hpp>
+#include <kvzap/server/openapi.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace kvzap::driver {
 
@@ -36,6 +37,8 @@ inline constexpr const char* one_response = "/v1/responses/";
 
 /// Returns the path of a request, or null if there is none.
 const Path* path_of(const std::string& path);
+/// Returns all paths for the document of /openapi.json. `has_keys`: clients need a key.
+std::vector<server::OpenApiPath> described_paths(bool has_keys);
 /// Returns the error for a path that path_of does not know.
 std::string unknown_path(const std::string& path);
 /// Whether errors have the form of Anthropic's protocol at this path.

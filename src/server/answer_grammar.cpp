@@ -31,7 +31,6 @@ using grammar::sequence;
 constexpr std::size_t most_kept = std::size_t{1} << 30;
 constexpr std::size_t most_alive = 3 * most_kept;
 constexpr std::size_t most_entries = 256;
-constexpr std::size_t most_choices = 4096;
 // A grammar of a longer text is made at once, so that requests that wait for theirs are small.
 constexpr std::size_t most_waiting = std::size_t{64} << 10;
 
@@ -91,8 +90,8 @@ std::optional<Wish> wish_of(Wish::Kind kind, const Json& value, const std::strin
     case Wish::Kind::json_schema:
       return Wish{kind, field, schema_in(value, field)};
     case Wish::Kind::choice:
-      if (!value.is_array() || value.empty() || value.size() > most_choices) {
-        refuse(field, fmt::format("an array of 1 to {} strings", most_choices), value);
+      if (!value.is_array() || value.empty() || value.size() > limits::choices) {
+        refuse(field, fmt::format("an array of 1 to {} strings", limits::choices), value);
       }
       for (const Json& one : value) text_of(one, field);
       return Wish{kind, field, value};
@@ -119,6 +118,7 @@ std::optional<Wish> form_wish(const Json& body) {
   if (const Json* const object = field_of(body, "structured_outputs")) {
     if (!object->is_object()) refuse("structured_outputs", "an object", *object);
     for (const auto& [key, value] : object->items()) {
+      AskedFields::note(key.c_str());
       const std::string field = "structured_outputs." + key;
       if (value.is_null() || value == false) continue;
       const auto* const known =

@@ -20,6 +20,7 @@ BadRequest renamed(const BadRequest& error, const FieldNames& names) {
 }
 
 Json take_field(Json& object, const char* name) {
+  AskedFields::note(name);
   const auto found = object.find(name);
   if (found == object.end()) return {};
   Json value = std::move(*found);

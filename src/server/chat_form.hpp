@@ -33,6 +33,20 @@ struct ChatForm {
 /// Returns an error about a chat as one about the request.
 BadRequest renamed(const BadRequest& error, const FieldNames& names);
 
+/// Fields of chats that /v1/messages and /v1/responses do not have.
+inline constexpr const char* not_in_messages[] = {
+    "n",    "best_of",         "logprobs",       "top_logprobs",       "max_completion_tokens",
+    "stop", "response_format", "stream_options", "parallel_tool_calls"};
+inline constexpr const char* not_in_responses[] = {"n",
+                                                   "best_of",
+                                                   "logprobs",
+                                                   "top_logprobs",
+                                                   "max_tokens",
+                                                   "max_completion_tokens",
+                                                   "response_format",
+                                                   "stream_options",
+                                                   "messages"};
+
 /// The form of a body of /v1/messages.
 ChatForm chat_of_messages(Json body);
 /// The form of a body of /v1/responses.

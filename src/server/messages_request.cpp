@@ -9,11 +9,6 @@
 namespace kvzap::server {
 namespace {
 
-/// Fields of chats that /v1/messages does not have.
-constexpr const char* foreign_fields[] = {
-    "n",    "best_of",         "logprobs",       "top_logprobs",       "max_completion_tokens",
-    "stop", "response_format", "stream_options", "parallel_tool_calls"};
-
 std::string type_at(const Json& block, const std::string& where) {
   if (!block.is_object()) refuse(where, "an object with a type", block);
   return text_at(block, "type", where);
@@ -88,8 +83,8 @@ void add_assistant(Json content, const std::string& where, Json& list) {
 
 Json chat_messages(Json messages, const Json& system) {
   if (messages.is_null()) throw BadRequest("messages", "messages are missing");
-  if (!messages.is_array() || messages.empty() || messages.size() > most_messages) {
-    refuse("messages", fmt::format("1 to {} messages", most_messages), messages);
+  if (!messages.is_array() || messages.empty() || messages.size() > limits::messages) {
+    refuse("messages", fmt::format("1 to {} messages", limits::messages), messages);
   }
   Json list = Json::array();
   if (!system.is_null()) {
@@ -179,7 +174,7 @@ void set_output_format(Json config, Json format, Json& chat) {
 }  // namespace
 
 ChatForm chat_of_messages(Json body) {
-  for (const char* const name : foreign_fields) take_field(body, name);
+  for (const char* const name : not_in_messages) take_field(body, name);
   for (const char* const name : {"mcp_servers", "container", "context_management"}) {
     refuse_field(body, name);
   }

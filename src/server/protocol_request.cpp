@@ -19,15 +19,11 @@
 namespace kvzap::server {
 namespace {
 
-constexpr std::size_t most_stops = 16;
-constexpr std::size_t longest_stop = 1024;
-constexpr std::size_t most_token_rules = 1024;
-constexpr int most_logprobs = 20;
 constexpr const char* kept_field = "return_kept";  // of "kvzap"
 constexpr const char* context_exceeded = "context_length_exceeded";
 
-/// Fields of OpenAI's, vLLM's and llama.cpp's servers that have an effect there, with the values
-/// that have none.
+}  // namespace
+
 const Json& unsupported_fields() {
   static const Json fields = Json::parse(R"({
     "functions": [], "function_call": ["none", "auto"],
@@ -43,6 +39,8 @@ const Json& unsupported_fields() {
   return fields;
 }
 
+namespace {
+
 /// Refuses fields for unsupported features, unless their value is empty or changes nothing.
 void refuse_unsupported(const Json& body, std::int64_t choices) {
   for (const auto& [name, neutral] : unsupported_fields().items()) {
@@ -54,7 +52,7 @@ void refuse_unsupported(const Json& body, std::int64_t choices) {
     }
     refuse_as_unsupported(name);
   }
-  if (integer_of(body, "best_of", 1, std::numeric_limits<int>::max(), choices) != choices) {
+  if (integer_of(body, "best_of", limits::best_of, choices) != choices) {
     refuse_as_unsupported("best_of", "; expected the value of n");
   }
 }
@@ -65,15 +63,16 @@ std::vector<std::string> stops_of(const Json& body) {
   if (!field) return stops;
   if (field->is_string()) {
     stops.push_back(field->get<std::string>());
-  } else if (field->is_array() && field->size() <= most_stops) {
+  } else if (field->is_array() && field->size() <= limits::stops) {
     for (const Json& one : *field) stops.push_back(text_of(one, "stop"));
   } else {
-    refuse("stop", fmt::format("a string, or an array of at most {} strings", most_stops), *field);
+    refuse("stop", fmt::format("a string, or an array of at most {} strings", limits::stops),
+           *field);
   }
   for (const std::string& stop : stops) {
-    if (!stop.empty() && stop.size() <= longest_stop) continue;
+    if (!stop.empty() && stop.size() <= limits::stop_bytes) continue;
     throw BadRequest("stop", fmt::format("stop has a string of {} bytes; expected 1 to {}",
-                                         stop.size(), longest_stop));
+                                         stop.size(), limits::stop_bytes));
   }
   return stops;
 }
@@ -95,10 +94,9 @@ bool read_amount(const std::string& key, const Json& value, PruneWish& wish) {
     }
     return true;
   }
-  constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
   const Json object = {{name, value}};
   (key == "kv_budget" ? wish.kv_bytes : wish.keep_tokens) =
-      integer_of(object, name.c_str(), 1, most, 0);
+      integer_of(object, name.c_str(), limits::keep_tokens, 0);
   return true;
 }
 
@@ -109,6 +107,8 @@ PruneWish wish_of(const Json& body) {
   if (!field->is_object()) refuse("kvzap", "an object", *field);
   std::vector<std::string> amounts;
   for (const auto& [key, value] : field->items()) {
+    AskedFields::note(key.c_str());
+    if (value.is_null()) continue;
     const bool is_amount = read_amount(key, value, wish);
     if (is_amount) {
       amounts.push_back(key);
@@ -153,17 +153,18 @@ std::uint64_t random_seed() {
 SamplingOptions sampling_of(const Json& body, const ServedModel& model) {
   const SamplingOptions& standard = model.sampling;
   SamplingOptions sampling = standard;
-  sampling.temperature = number_of(body, "temperature", 0, 100, standard.temperature);
-  sampling.top_p = number_of(body, "top_p", 0, 1, standard.top_p);
+  sampling.temperature = number_of(body, "temperature", limits::temperature, standard.temperature);
+  sampling.top_p = number_of(body, "top_p", limits::share, standard.top_p);
   // Other servers take 0 and -1 for all tokens.
-  sampling.top_k = std::max<std::int64_t>(
-      0, integer_of(body, "top_k", -1, std::numeric_limits<int>::max(), standard.top_k));
-  sampling.min_p = number_of(body, "min_p", 0, 1, standard.min_p);
-  sampling.presence_penalty = number_of(body, "presence_penalty", -2, 2, standard.presence_penalty);
+  sampling.top_k =
+      std::max<std::int64_t>(0, integer_of(body, "top_k", limits::top_k, standard.top_k));
+  sampling.min_p = number_of(body, "min_p", limits::share, standard.min_p);
+  sampling.presence_penalty =
+      number_of(body, "presence_penalty", limits::penalty, standard.presence_penalty);
   sampling.frequency_penalty =
-      number_of(body, "frequency_penalty", -2, 2, standard.frequency_penalty);
-  sampling.repetition_penalty =
-      number_of(body, "repetition_penalty", 1e-3, 1e3, standard.repetition_penalty);
+      number_of(body, "frequency_penalty", limits::penalty, standard.frequency_penalty);
+  sampling.repetition_penalty = number_of(body, "repetition_penalty", limits::repetition_penalty,
+                                          standard.repetition_penalty);
   if (sampling.top_p == 0) sampling.top_p = std::numeric_limits<double>::min();  // the likeliest
   if (const Json* const seed = field_of(body, "seed")) {
     if (!seed->is_number_integer()) refuse("seed", "an integer", *seed);
@@ -193,29 +194,29 @@ std::vector<TokenId> ids_of(const Json& list, const std::string& name, const Ser
 void set_token_rules(const Json& body, const ServedModel& model, GenerationRequest& generation) {
   if (!bool_of(body, "ignore_eos", false)) generation.stop_ids = model.stop_ids;
   if (const Json* const ids = field_of(body, "stop_token_ids")) {
-    if (!ids->is_array() || ids->size() > most_token_rules) {
-      refuse("stop_token_ids", fmt::format("an array of at most {} token ids", most_token_rules),
+    if (!ids->is_array() || ids->size() > limits::token_rules) {
+      refuse("stop_token_ids", fmt::format("an array of at most {} token ids", limits::token_rules),
              *ids);
     }
     const std::vector<TokenId> others = ids_of(*ids, "stop_token_ids", model);
     generation.stop_ids.insert(generation.stop_ids.end(), others.begin(), others.end());
   }
   SamplingOptions& sampling = generation.sampling;
-  sampling.min_new_tokens =
-      integer_of(body, "min_tokens", 0, std::numeric_limits<std::int64_t>::max(), 0);
+  sampling.min_new_tokens = integer_of(body, "min_tokens", limits::min_tokens, 0);
   if (sampling.min_new_tokens > 0) sampling.end_tokens = generation.stop_ids;
   const Json* const biases = field_of(body, "logit_bias");
   if (!biases) return;
-  if (!biases->is_object() || biases->size() > most_token_rules) {
+  if (!biases->is_object() || biases->size() > limits::token_rules) {
     refuse("logit_bias",
-           fmt::format("an object with at most {} token ids and their biases", most_token_rules),
+           fmt::format("an object with at most {} token ids and their biases", limits::token_rules),
            *biases);
   }
   for (const auto& [key, bias] : biases->items()) {
     const Json id = Json::parse(key, nullptr, false);
     const double value = bias.is_number() ? bias.get<double>() : std::nan("");
-    if (!(value >= -100 && value <= 100)) {
-      refuse("logit_bias", "biases from -100 to 100", bias);
+    if (!(value >= limits::bias.least && value <= limits::bias.most)) {
+      refuse("logit_bias",
+             fmt::format("biases from {} to {}", limits::bias.least, limits::bias.most), bias);
     }
     sampling.logit_bias.emplace_back(
         ids_of(Json::array({id.is_number_integer() ? id : Json(key)}), "logit_bias", model).front(),
@@ -280,8 +281,8 @@ Prompt prompt_of(const Json& prompt, const std::string& name, const ServedModel&
 /// Reads the field `prompt`: one prompt, or an array of prompts.
 std::vector<Prompt> prompts_of(const Json& body, const ServedModel& model,
                                std::vector<std::string>& texts) {
-  const auto found = body.find("prompt");
-  if (found == body.end()) throw BadRequest("prompt", "the prompt is missing");
+  const Json* const found = member_of(body, "prompt");
+  if (!found) throw BadRequest("prompt", "the prompt is missing");
   if (found->is_string() || has_ids(*found)) return {prompt_of(*found, "prompt", model, texts)};
   if (!found->is_array() || found->empty()) {
     refuse("prompt", "a string, an array of token ids, or an array of these", *found);
@@ -392,7 +393,7 @@ void set_grammar(AnswerGrammar answers, ApiRequest& request, GenerationRequest& 
 Prompt read_chat(const Json& json, const ServedModel& model, ApiRequest& request,
                  GenerationRequest& generation) {
   request.has_logprobs = bool_of(json, "logprobs", false);
-  const std::int64_t top = integer_of(json, "top_logprobs", 0, most_logprobs, 0);
+  const std::int64_t top = integer_of(json, "top_logprobs", limits::logprobs, 0);
   if (request.has_logprobs) {
     generation.top_logprobs = static_cast<int>(top);
   } else if (top > 0) {
@@ -422,7 +423,7 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
                                     GenerationRequest& generation) {
   if (field_of(json, "logprobs")) {
     request.has_logprobs = true;
-    generation.top_logprobs = static_cast<int>(integer_of(json, "logprobs", 0, most_logprobs, 0));
+    generation.top_logprobs = static_cast<int>(integer_of(json, "logprobs", limits::logprobs, 0));
   }
   request.echoes = bool_of(json, "echo", false);
   generation.prompt_logprobs = request.echoes && request.has_logprobs;
@@ -433,11 +434,11 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
 /// Sets the length of each answer. Throws BadRequest for a prompt without tokens and for one that
 /// is too long.
 void set_lengths(const Json& json, const ServedModel& model, ApiRequest& request) {
-  constexpr std::int64_t most = std::int64_t{1} << 40;
-  const std::int64_t standard = request.is_chat() ? most : 16, least = request.is_chat() ? 1 : 0;
+  limits::Range<std::int64_t> range = limits::max_tokens;
+  if (!request.is_chat()) range.least = 0;
+  const std::int64_t most = range.most, standard = request.is_chat() ? most : 16;
   const auto length_of = [&](const char* name, std::int64_t otherwise) {
-    return is_minus_one(field_of(json, name)) ? most
-                                              : integer_of(json, name, least, most, otherwise);
+    return is_minus_one(field_of(json, name)) ? most : integer_of(json, name, range, otherwise);
   };
   const std::int64_t wanted = length_of("max_completion_tokens", length_of("max_tokens", standard));
   for (std::size_t i = 0; i < request.generations.size(); ++i) {
@@ -459,7 +460,7 @@ ApiRequest read_fields(const Json& json, Endpoint endpoint, const ServedModel& m
   ApiRequest request;
   request.endpoint = endpoint;
   GenerationRequest generation;  // for each prompt
-  generation.choices = static_cast<int>(integer_of(json, "n", 1, model.max_choices, 1));
+  generation.choices = static_cast<int>(integer_of(json, "n", {1, model.max_choices}, 1));
   refuse_unsupported(json, generation.choices);
   generation.sampling = sampling_of(json, model);
   const PruneWish wish = wish_of(json);
@@ -555,8 +556,8 @@ std::string tokenize(std::string_view body, const ServedModel& model) {
   const files::ParsedJson parsed = object_of(body);
   const Json& json = parsed.value();
   check_model(json, model);
-  const auto content = json.find("content");
-  if (content == json.end()) throw BadRequest("content", "content is missing");
+  const Json* const content = member_of(json, "content");
+  if (!content) throw BadRequest("content", "content is missing");
   const std::string text = text_of(*content, "content");
   check_bytes(text.size(), "content", model);
   Json reply;
@@ -568,8 +569,8 @@ std::string detokenize(std::string_view body, const ServedModel& model) {
   const files::ParsedJson parsed = object_of(body);
   const Json& json = parsed.value();
   check_model(json, model);
-  const auto tokens = json.find("tokens");
-  if (tokens == json.end()) throw BadRequest("tokens", "tokens are missing");
+  const Json* const tokens = member_of(json, "tokens");
+  if (!tokens) throw BadRequest("tokens", "tokens are missing");
   if (!tokens->is_array()) refuse("tokens", "an array of token ids", *tokens);
   const std::vector<TokenId> ids = ids_of(*tokens, "tokens", model);
   Json reply;

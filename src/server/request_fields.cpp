@@ -11,9 +11,15 @@
 namespace kvzap::server {
 namespace {
 
-constexpr std::size_t most_parts = 4096;
+thread_local std::set<std::string>* asked = nullptr;  // see AskedFields
 
 }  // namespace
+
+AskedFields::AskedFields() { asked = &m_names; }
+AskedFields::~AskedFields() { asked = nullptr; }
+void AskedFields::note(const char* name) {
+  if (asked) asked->insert(name);
+}
 
 files::ParsedJson object_of(std::string_view body) {
   try {
@@ -39,9 +45,15 @@ void refuse_as_unsupported(const std::string& field, const std::string& hint) {
 }
 
 const Json* field_of(const Json& object, const char* name) {
+  const Json* const member = member_of(object, name);
+  return member && member->is_null() ? nullptr : member;
+}
+
+const Json* member_of(const Json& object, const char* name) {
+  AskedFields::note(name);
   if (!object.is_object()) return nullptr;
   const auto found = object.find(name);
-  return found == object.end() || found->is_null() ? nullptr : &*found;
+  return found == object.end() ? nullptr : &*found;
 }
 
 bool is_text(const Json* field, std::string_view value) {
@@ -55,27 +67,28 @@ bool bool_of(const Json& object, const char* name, bool otherwise) {
   return field->get<bool>();
 }
 
-double number_of(const Json& object, const char* name, double least, double most,
+double number_of(const Json& object, const char* name, const limits::Range<double>& range,
                  double otherwise) {
   const Json* const field = field_of(object, name);
   if (!field) return otherwise;
   const double value = field->is_number() ? field->get<double>() : std::nan("");
-  if (!(value >= least && value <= most)) {
-    refuse(name, fmt::format("a number from {} to {}", least, most), *field);
+  if (!(value >= range.least && value <= range.most)) {
+    refuse(name, fmt::format("a number from {} to {}", range.least, range.most), *field);
   }
   return value;
 }
 
-std::int64_t integer_of(const Json& object, const char* name, std::int64_t least, std::int64_t most,
-                        std::int64_t otherwise) {
+std::int64_t integer_of(const Json& object, const char* name,
+                        const limits::Range<std::int64_t>& range, std::int64_t otherwise) {
   const Json* const field = field_of(object, name);
   if (!field) return otherwise;
   const bool fits = field->is_number_integer() &&
                     (!field->is_number_unsigned() ||
                      field->get<std::uint64_t>() <=
                          static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()));
-  if (!fits || field->get<std::int64_t>() < least || field->get<std::int64_t>() > most) {
-    refuse(name, fmt::format("an integer from {} to {}", least, most), *field);
+  if (!fits || field->get<std::int64_t>() < range.least ||
+      field->get<std::int64_t>() > range.most) {
+    refuse(name, fmt::format("an integer from {} to {}", range.least, range.most), *field);
   }
   return field->get<std::int64_t>();
 }
@@ -99,7 +112,7 @@ const std::string& text_at(const Json& object, const char* name, const std::stri
 std::vector<std::string> texts_of(const Json& content, const std::string& name,
                                   const std::vector<std::string_view>& types) {
   if (content.is_string()) return {content.get<std::string>()};
-  if (!content.is_array() || content.size() > most_parts) {
+  if (!content.is_array() || content.size() > limits::parts) {
     refuse(name, "a string or an array of parts", content);
   }
   std::vector<std::string> parts;

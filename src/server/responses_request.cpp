@@ -10,17 +10,6 @@
 namespace kvzap::server {
 namespace {
 
-/// Fields of chats that /v1/responses does not have.
-constexpr const char* fields_of_chats[] = {"n",
-                                           "best_of",
-                                           "logprobs",
-                                           "top_logprobs",
-                                           "max_tokens",
-                                           "max_completion_tokens",
-                                           "response_format",
-                                           "stream_options",
-                                           "messages"};
-
 /// The message of the assistant at the end, to which an item is added.
 Json& last_answer(Json& list) {
   if (list.empty() || list.back().at("role") != "assistant") {
@@ -100,8 +89,8 @@ void add_input(const Json& input, Json& list) {
     list.push_back({{"role", "user"}, {"content", input}});
     return;
   }
-  if (!input.is_array() || input.size() > most_messages) {
-    refuse("input", fmt::format("a string or an array of at most {} items", most_messages),
+  if (!input.is_array() || input.size() > limits::messages) {
+    refuse("input", fmt::format("a string or an array of at most {} items", limits::messages),
            input.is_null() ? nullptr : &input);
   }
   for (std::size_t i = 0; i < input.size(); ++i) {
@@ -203,7 +192,7 @@ void refuse_foreign(const Json& body) {
 }  // namespace
 
 ChatForm chat_of_response(Json body, const ServedModel& model) {
-  for (const char* const name : fields_of_chats) take_field(body, name);
+  for (const char* const name : not_in_responses) take_field(body, name);
   refuse_foreign(body);
   ResponseRequest response;
   response.is_stored = bool_of(body, "store", true) && model.responses;

@@ -14,9 +14,6 @@
 namespace kvzap::server {
 namespace {
 
-constexpr std::size_t most_tools = 256;
-constexpr std::size_t most_calls = 256;
-
 void check_function(const Json& object, const std::string& where) {
   const Json* const type = field_of(object, "type");
   const Json* const function = field_of(object, "function");
@@ -37,8 +34,8 @@ Json arguments_of(const std::string& text, const std::string& name) {
 
 /// Calls with their arguments as objects, as templates expect them.
 Json calls_of(const Json& field, const std::string& where) {
-  if (!field.is_array() || field.size() > most_calls) {
-    refuse(where, fmt::format("an array of at most {} calls", most_calls), field);
+  if (!field.is_array() || field.size() > limits::calls) {
+    refuse(where, fmt::format("an array of at most {} calls", limits::calls), field);
   }
   Json calls = field;
   for (std::size_t i = 0; i < calls.size(); ++i) {
@@ -58,14 +55,13 @@ Json calls_of(const Json& field, const std::string& where) {
 
 std::vector<std::string> parts_of(const Json& message, const std::string& where) {
   const std::string name = where + ".content";
-  const auto content = message.find("content");
+  const Json* const content = member_of(message, "content");
   const bool is_answer = is_text(field_of(message, "role"), "assistant");
   // Clients send back an answer without text as they received it.
-  if (content == message.end() ? is_answer && message.contains("tool_calls")
-                               : is_answer && content->is_null()) {
+  if (!content ? is_answer && message.contains("tool_calls") : is_answer && content->is_null()) {
     return {""};
   }
-  if (content == message.end()) throw BadRequest(name, name + " is missing");
+  if (!content) throw BadRequest(name, name + " is missing");
   return texts_of(*content, name);
 }
 
@@ -99,8 +95,10 @@ void check_tool_name(const Json& function, const std::string& where) {
   const auto is_allowed = [](char c) {
     return files::is_letter_or_digit(c) || c == '_' || c == '-' || c == '.';
   };
-  if (name.empty() || name.size() > 128 || !std::all_of(name.begin(), name.end(), is_allowed)) {
-    refuse(where + ".name", "1 to 128 letters, digits, _, - and .", field_of(function, "name"));
+  if (name.empty() || name.size() > limits::tool_name ||
+      !std::all_of(name.begin(), name.end(), is_allowed)) {
+    refuse(where + ".name", fmt::format("1 to {} letters, digits, _, - and .", limits::tool_name),
+           field_of(function, "name"));
   }
 }
 
@@ -109,8 +107,8 @@ Json tools_of(const Json& body) {
   const Json* const field = field_of(body, "tools");
   const Json* const choice = field_of(body, "tool_choice");
   if (!field || (choice && *choice == "none")) return tools;
-  if (!field->is_array() || field->size() > most_tools) {
-    refuse("tools", fmt::format("an array of at most {} tools", most_tools), field);
+  if (!field->is_array() || field->size() > limits::tools) {
+    refuse("tools", fmt::format("an array of at most {} tools", limits::tools), field);
   }
   std::set<std::string> names;
   for (std::size_t i = 0; i < field->size(); ++i) {
@@ -149,8 +147,8 @@ bool uses_tools(const Json& body) {
 Messages messages_of(const Json& body) {
   const Json* const messages = field_of(body, "messages");
   if (!messages) throw BadRequest("messages", "messages are missing");
-  if (!messages->is_array() || messages->empty() || messages->size() > most_messages) {
-    refuse("messages", fmt::format("1 to {} messages", most_messages), messages);
+  if (!messages->is_array() || messages->empty() || messages->size() > limits::messages) {
+    refuse("messages", fmt::format("1 to {} messages", limits::messages), messages);
   }
   Messages result;
   for (std::size_t i = 0; i < messages->size(); ++i) {

@@ -1,15 +1,12 @@
 // Messages and tools of chats.
 #pragma once
 
-#include <cstddef>
 #include <string>
 #include <vector>
 
 #include "server/request_fields.hpp"
 
 namespace kvzap::server {
-
-inline constexpr std::size_t most_messages = 4096;  // of a chat
 
 /// Checks the name of a function.
 void check_tool_name(const Json& function, const std::string& where);

@@ -263,6 +263,23 @@ class SharedServerTest(ServerTest):
 
 
 class Protocol(SharedServerTest):
+    def test_document_has_the_paths_and_methods(self):
+        document = self.server.get("/openapi.json")
+        self.assertEqual(document["openapi"], "3.1.0")
+        paths = document["paths"]
+        self.assertIn("/v1/chat/completions", paths)
+        for path, operations in paths.items():
+            name = {"/v1/models/{name}": "/v1/models/recall-4m"}.get(path, path)
+            for method in ("GET", "HEAD", "POST", "DELETE", "PUT"):
+                status = self.server.request(method, name, "{}" if method == "POST" else None)[0]
+                if path == "/v1/responses/{name}" and method != "PUT" and method != "POST":
+                    self.assertEqual(status, 404)  # none is stored
+                else:
+                    self.assertEqual(status == 405, method.lower() not in operations, (method, path))
+                    self.assertNotEqual(status, 404, path)
+        chat = document["components"]["schemas"]["ChatRequest"]["properties"]
+        self.assertEqual(chat["model"]["enum"], ["recall-4m", None])
+
     def check_usage(self, usage):
         self.assertEqual(usage["total_tokens"], usage["prompt_tokens"] + usage["completion_tokens"])
         self.assertGreater(usage["prompt_tokens"], 0)

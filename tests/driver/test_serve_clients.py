@@ -38,6 +38,12 @@ except ImportError:
 LLM = shutil.which("llm", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))))
 
 try:
+    import jsonschema
+    import openapi_spec_validator
+except ImportError:
+    openapi_spec_validator = None
+
+try:
     import lm_eval
     import lm_eval.tasks
     import torch
@@ -299,6 +305,73 @@ class Llm(SharedServerTest):
                                     env={**os.environ, "LLM_USER_PATH": folder}, capture_output=True, text=True, timeout=PATIENCE)
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertTrue(result.stdout.startswith("{"), result.stdout)
+
+
+@unittest.skipUnless(openapi_spec_validator, "needs openapi-spec-validator")
+class OpenApi(ToolsTest):
+    """The document of /openapi.json is valid, and describes the replies."""
+
+    def setUp(self):
+        super().setUp()
+        self.document = self.server.get("/openapi.json")
+
+    def check(self, name, value):
+        """Against the schema, in which all fields of the value have to be."""
+        schemas = {key: self.closed(schema) for key, schema in self.document["components"]["schemas"].items()}
+        whole = {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}}
+        jsonschema.Draft202012Validator(whole).validate(value)
+
+    def closed(self, schema):
+        if isinstance(schema, list):
+            return [self.closed(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        closed = {key: self.closed(value) for key, value in schema.items()}
+        if isinstance(schema.get("properties"), dict):
+            closed.setdefault("additionalProperties", False)
+        return closed
+
+    def test_document(self):
+        openapi_spec_validator.validate(self.document)
+
+    def test_replies(self):
+        messages = [{"role": "user", "content": "Time?"}]
+        chat = {"messages": messages, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, "kvzap": {"return_kept": True}}
+        tools = [{"type": "function", "function": {"name": "now", "parameters": PARAMETERS}}]
+        calls = {"messages": messages, "tools": tools, "max_tokens": 1, **CALLING}
+        completion = {"prompt": "a b", "max_tokens": 3, "logprobs": 1, "echo": True}
+        own = {"messages": messages, "max_tokens": 4}
+        ids = self.server.post("/tokenize", {"content": "a b"})
+        asked = [("/v1/chat/completions", chat), ("/v1/chat/completions", calls), ("/v1/completions", completion),
+                 ("/v1/messages", own), ("/v1/messages/count_tokens", own), ("/detokenize", ids),
+                 ("/tokenize", {"content": "a"})]
+        for path, body in asked:
+            operation = self.document["paths"][path]["post"]
+            request = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+            with self.subTest(path):
+                self.check(request, body)
+                content = operation["responses"]["200"]["content"]
+                reply = content["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+                self.check(reply, self.server.post(path, body))
+                if "text/event-stream" not in content:
+                    continue
+                event = content["text/event-stream"]["x-event-schema"]["$ref"].rsplit("/", 1)[1]
+                connection, response = self.server.open_stream(path, {**body, "return_progress": True})
+                for line in response.read().decode().splitlines():
+                    if line.startswith("data: {"):
+                        self.check(event, json.loads(line[6:]))
+                connection.close()
+        stored = self.server.post("/v1/responses", {"input": "x", "max_output_tokens": 2})
+        fields = self.document["components"]["schemas"]["Response"]["properties"]
+        self.check("Response", {key: value for key, value in stored.items() if key in fields})
+        for path, name in (("/v1/models", "Models"), ("/health", "Health"), ("/kvzap/status", "Status")):
+            self.check(name, self.server.get(path))
+
+    def test_errors(self):
+        for path, name in (("/v1/completions", "Error"), ("/v1/messages", "MessagesError")):
+            status, _, body = self.server.request("POST", path, {})
+            self.assertEqual(status, 400)
+            self.check(name, json.loads(body))
 
 
 @unittest.skipUnless(LocalCompletionsAPI, "needs lm_eval and transformers")

@@ -106,12 +106,12 @@ def directive(kind):
     return record
 
 
-def install(build_systems_in_spack_package):
-    """Puts modules where the recipe looks for them: as Spack 1 has them, or as older ones do."""
+def install():
+    """Puts modules where the recipe looks for them, as package API v2 has them."""
     spack = types.ModuleType("spack")
     package = types.ModuleType("spack.package")
     spack.package = package
-    for kind in ("version", "variant", "depends_on", "conflicts", "license"):
+    for kind in ("version", "variant", "depends_on", "conflicts", "extends", "license"):
         setattr(package, kind, directive(kind))
 
     class PackageBase(metaclass=Recorder):
@@ -147,16 +147,12 @@ def install(build_systems_in_spack_package):
     for name in list(sys.modules):
         if name.split(".")[0] in ("spack", "spack_repo"):
             del sys.modules[name]
-    if build_systems_in_spack_package:
-        for system in systems.values():
-            setattr(package, system.__name__, system)
-    else:
-        path = "spack_repo"
-        for part in ("builtin", "build_systems"):
-            modules[path] = types.ModuleType(path)
-            path += "." + part
+    path = "spack_repo"
+    for part in ("builtin", "build_systems"):
         modules[path] = types.ModuleType(path)
-        for name, system in systems.items():
-            modules[f"{path}.{name}"] = types.ModuleType(name)
-            setattr(modules[f"{path}.{name}"], system.__name__, system)
+        path += "." + part
+    modules[path] = types.ModuleType(path)
+    for name, system in systems.items():
+        modules[f"{path}.{name}"] = types.ModuleType(name)
+        setattr(modules[f"{path}.{name}"], system.__name__, system)
     sys.modules.update(modules)

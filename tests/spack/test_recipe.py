@@ -6,16 +6,18 @@ import itertools
 import os
 import pathlib
 import re
+import types
 import unittest
 
 import stand_in
 
 SOURCE = pathlib.Path(__file__).resolve().parents[2]
-RECIPE = SOURCE / "spack/packages/kvzap/package.py"
+REPOSITORY = SOURCE / "spack/spack_repo/kvzap"
+RECIPE = REPOSITORY / "packages/kvzap/package.py"
 
 
-def load(build_systems_in_spack_package=False):
-    stand_in.install(build_systems_in_spack_package)
+def load():
+    stand_in.install()
     module = {"__file__": str(RECIPE), "__name__": "recipe"}
     exec(compile(RECIPE.read_text(), str(RECIPE), "exec"), module)
     return module["Kvzap"]
@@ -43,15 +45,19 @@ def builds():
         ):
             variants = {"cuda": False, "rocm": False, "sycl": False, **device}
             variants.update(zip(flags, values))
-            variants["line_editor"] = not variants["server"]  # half the combinations: neither looks at the other
+            # A part of the combinations: these do not look at the others.
+            variants["line_editor"] = not variants["server"]
+            variants["python"] = variants["shared"] = variants["onednn"]
+            variants["pic"] = True
             dependencies = {}
-            for name, version in (("kokkos", kokkos), ("cuda", cuda), ("hip", "6.2")):
+            for name, version in (("kokkos", kokkos), ("cuda", cuda), ("hip", "6.2"), ("python", "3.13")):
                 dependencies[name] = stand_in.Build({})
                 dependencies[name].version = version
             if not variants["cuda"]:
                 del dependencies["cuda"]
             dependencies["kokkos"].kokkos_cxx = "nvcc_wrapper"
             dependencies["hip"].hipcc = "hipcc"
+            dependencies["python"].command = types.SimpleNamespace(path="/python")
             yield stand_in.Build(variants, dependencies)
 
 
@@ -79,10 +85,6 @@ class Recipe(unittest.TestCase):
     def setUp(self):
         self.package = load()
 
-    def test_loads_as_older_and_newer_spack_import_it(self):
-        directives = [load(older).directives for older in (False, True)]
-        self.assertEqual(directives[0], directives[1])
-
     def test_variants(self):
         variants = {
             args[0]: options for kind, args, options in self.package.directives if kind == "variant"
@@ -90,9 +92,9 @@ class Recipe(unittest.TestCase):
         self.assertEqual(
             set(variants),
             {"mpi", "hdf5", "openmp", "cuda", "cuda_arch", "rocm", "amdgpu_target", "sycl", "onednn",
-             "server", "line_editor", "tests"},
+             "server", "line_editor", "python", "shared", "pic", "tests"},
         )
-        for name in ("cuda", "rocm", "sycl", "tests"):
+        for name in ("cuda", "rocm", "sycl", "python", "shared", "tests"):
             self.assertIs(variants[name]["default"], False)
 
     def test_every_condition_speaks_of_known_variants(self):
@@ -123,6 +125,8 @@ class Recipe(unittest.TestCase):
                 self.assertEqual("libedit" in found, on["line_editor"])
                 self.assertEqual("googletest" in found, on["tests"])
                 self.assertEqual("python" in found, on["tests"])
+                self.assertEqual("py-nanobind" in found, on["python"])
+                self.assertEqual("py-numpy" in found, on["python"])
                 for name in ("nlohmann-json", "fmt", "pcre2", "utf8proc", "cli11", "tomlplusplus",
                              "cmake", "blas", "lapack", "c", "cxx", "pkgconfig"):
                     self.assertIn(name, found)
@@ -168,8 +172,18 @@ class Recipe(unittest.TestCase):
                 for part, message in zip(expected, found):
                     self.assertIn(part, message)
 
+    def test_libraries_and_modules_need_position_independent_code(self):
+        none = {"cuda": False, "rocm": False, "sycl": False, "pic": False, "shared": False, "python": False}
+        for name, bad in (("shared", 1), ("python", 1), ("pic", 0)):
+            self.assertEqual(len(conflicts(self.package, stand_in.Build({**none, name: True}))), bad, name)
+
+    def test_versions(self):
+        versions = {args[0]: options for kind, args, options in self.package.directives if kind == "version"}
+        version = re.search(r"project\(kvzap VERSION (\S+)", (SOURCE / "CMakeLists.txt").read_text())[1]
+        self.assertEqual(versions, {"main": {"branch": "main"}, version: {"tag": f"v{version}"}})
+
     def test_old_compilers_conflict(self):
-        variants = {"cuda": False, "rocm": False, "sycl": False}
+        variants = {"cuda": False, "rocm": False, "sycl": False, "pic": True}
         for compiler, bad in ((("gcc", "8.5"), 1), (("gcc", "9.4"), 0), (("clang", "9.0"), 1),
                               (("clang", "14.0.6"), 0)):
             build = stand_in.Build(variants, compiler=compiler)
@@ -181,9 +195,12 @@ class Recipe(unittest.TestCase):
             on = build.variants
             given = self.package(build).cmake_args()
             with self.subTest(variants=on, kokkos=build["kokkos"].version):
-                for name in ("MPI", "HDF5", "OPENMP", "ONEDNN", "SERVER", "LINE_EDITOR", "TESTS"):
+                for name in ("MPI", "HDF5", "OPENMP", "ONEDNN", "SERVER", "LINE_EDITOR", "PYTHON", "TESTS"):
                     value = "ON" if on[name.lower()] else "OFF"
                     self.assertIn(f"-DKVZAP_ENABLE_{name}:BOOL={value}", given)
+                for name, variant in (("BUILD_SHARED_LIBS", "shared"), ("CMAKE_POSITION_INDEPENDENT_CODE", "pic")):
+                    self.assertIn(f"-D{name}:BOOL={'ON' if on[variant] else 'OFF'}", given)
+                self.assertEqual("-DPython_EXECUTABLE:STRING=/python" in given, on["python"])
                 self.assertIn("-DKVZAP_ENABLE_DRIVERS:BOOL=ON", given)
                 self.assertIn("-DKVZAP_ENABLE_PERF:BOOL=OFF", given)
                 standard = "20" if build["kokkos"].version.startswith("5") else "17"
@@ -199,9 +216,10 @@ class Recipe(unittest.TestCase):
         device = {"cuda": {"cuda_arch": "90"}, "rocm": {"amdgpu_target": "gfx942"}}
         variants = {d[1][0]: d[2]["default"] for d in self.package.directives if d[0] == "variant"}
         own = {name: default for name, default in variants.items() if isinstance(default, bool)}
-        dependencies = {name: stand_in.Build({}) for name in ("kokkos", "hip")}
+        dependencies = {name: stand_in.Build({}) for name in ("kokkos", "hip", "python")}
         dependencies["kokkos"].version, dependencies["kokkos"].kokkos_cxx = "4.7.01", "nvcc_wrapper"
         dependencies["hip"].hipcc = "hipcc"
+        dependencies["python"].command = types.SimpleNamespace(path="/python")
 
         def given(**changed):
             return self.package(stand_in.Build({**own, **changed}, dependencies)).cmake_args()
@@ -214,7 +232,8 @@ class Recipe(unittest.TestCase):
             self.assertIn(f"-DKVZAP_REQUIRE_BACKEND:STRING={backend}", given(**flags))
 
     def test_repository(self):
-        self.assertIn("namespace: kvzap", (SOURCE / "spack/repo.yaml").read_text())
+        self.assertIn("namespace: kvzap", (REPOSITORY / "repo.yaml").read_text())
+        self.assertIn("api: v2.0", (REPOSITORY / "repo.yaml").read_text())
         self.assertEqual(self.package.git, f"file://{SOURCE}")
         self.assertTrue(os.access(RECIPE, os.R_OK))
 

@@ -1,20 +1,14 @@
-# Spack recipe of kvzap. The folder spack is a package repository:
+# Spack recipe of kvzap, by package API v2. The folder spack/spack_repo/kvzap is a package repository:
 #
-#   spack repo add path/to/kvzap/spack
+#   spack repo add path/to/kvzap/spack/spack_repo/kvzap
 #   spack install kvzap +cuda cuda_arch=90
-#
-# By package API v1.0, since v2 wants repositories to lie in a folder spack_repo.
 import os
 
-from spack.package import *
+from spack_repo.builtin.build_systems.cmake import CMakePackage
+from spack_repo.builtin.build_systems.cuda import CudaPackage
+from spack_repo.builtin.build_systems.rocm import ROCmPackage
 
-try:
-    # Since Spack 1.0 these are part of its package repository; before, of spack.package.
-    from spack_repo.builtin.build_systems.cmake import CMakePackage
-    from spack_repo.builtin.build_systems.cuda import CudaPackage
-    from spack_repo.builtin.build_systems.rocm import ROCmPackage
-except ImportError:
-    pass
+from spack.package import *
 
 
 class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
@@ -23,12 +17,14 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
 
     homepage = "https://arxiv.org/abs/2601.07891"
     # The clone of kvzap that this recipe is part of.
-    git = "file://" + os.path.realpath(os.path.join(os.path.dirname(__file__), *3 * [".."]))
+    git = "file://" + os.path.realpath(os.path.join(os.path.dirname(__file__), *5 * [".."]))
 
     license("Apache-2.0")
     test_requires_compiler = True
 
     version("main", branch="main")
+    # By the tag alone: no archive has been published yet. An archive needs `url` and its sha256 here.
+    version("0.2.0", tag="v0.2.0")
 
     variant("mpi", default=True, description="Share a model's heads among MPI ranks")
     variant("hdf5", default=True, description="Snapshots of the cache, files of training pairs")
@@ -37,6 +33,9 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     variant("onednn", default=True, description="oneDNN for dense products on the host")
     variant("server", default=True, description="kvzap serve")
     variant("line_editor", default=True, description="Line editor of kvzap chat")
+    variant("python", default=False, description="The Python package")
+    variant("shared", default=False, description="Shared libraries")
+    variant("pic", default=True, description="Position-independent code in static libraries")
     variant("tests", default=False, description="Build the project's own tests")
     # cuda, cuda_arch, rocm and amdgpu_target come with CudaPackage and ROCmPackage.
 
@@ -92,6 +91,9 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("libedit@3.1:", when="+line_editor")
     depends_on("googletest@1.12:", type="build", when="+tests")
     depends_on("python@3.9:", type=("build", "run"), when="+tests")
+    extends("python@3.10:", when="+python")
+    depends_on("py-nanobind@2.2:", type="build", when="+python")
+    depends_on("py-numpy", type=("build", "run"), when="+python")
 
     conflicts("cuda_arch=none", when="+cuda", msg="+cuda needs a device, such as cuda_arch=90")
     conflicts(
@@ -100,6 +102,8 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     conflicts("+rocm", when="+cuda", msg="Kokkos has one device backend at a time: CUDA or HIP")
     conflicts("+sycl", when="+cuda", msg="Kokkos has one device backend at a time: CUDA or SYCL")
     conflicts("+sycl", when="+rocm", msg="Kokkos has one device backend at a time: HIP or SYCL")
+    conflicts("~pic", when="+shared", msg="shared libraries need position-independent code")
+    conflicts("~pic", when="+python", msg="the Python module needs position-independent code")
     conflicts("%gcc@:8", msg="std::filesystem and C++17 need GCC 9 or newer")
     conflicts("%clang@:9", msg="std::filesystem and C++17 need Clang 10 or newer")
 
@@ -113,10 +117,15 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
             self.define_from_variant("KVZAP_ENABLE_SERVER", "server"),
             self.define_from_variant("KVZAP_ENABLE_LINE_EDITOR", "line_editor"),
             self.define_from_variant("KVZAP_ENABLE_TESTS", "tests"),
+            self.define_from_variant("KVZAP_ENABLE_PYTHON", "python"),
+            self.define_from_variant("BUILD_SHARED_LIBS", "shared"),
+            self.define_from_variant("CMAKE_POSITION_INDEPENDENT_CODE", "pic"),
             self.define("KVZAP_ENABLE_DRIVERS", True),
             self.define("KVZAP_ENABLE_PERF", False),
             self.define("KVZAP_REQUIRE_BACKEND", self.backend()),
         ]
+        if spec.satisfies("+python"):
+            args.append(self.define("Python_EXECUTABLE", spec["python"].command.path))
         args += self.compiler_args()
         # Kokkos 5 is C++20; the source is C++17 and compiles as both.
         standard = "20" if spec["kokkos"].satisfies("@5:") else "17"

@@ -112,12 +112,9 @@ class Limits(serve.ServerTest):
 
     def test_many_values(self):
         """A body whose values use up the memory is refused, and the server lives on."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (500000 << 10, hard))  # the server inherits it
-        try:
-            server = self.start(*serve.PRUNED, "-t", "1")
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        server = self.start(*serve.PRUNED, "-t", "1")
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.prlimit(server.process.pid, resource.RLIMIT_AS, (500000 << 10, hard))
         bodies = [b'{"x":[' + (value + b",") * ((6 << 20) // (len(value) + 1)) + value + b"]}"
                   for value in (b"[]", b"{}", b"0", b'""', b"[[0]]", b'{"a":0}')]
         bodies.append(b'{"x":' + b"[" * (1 << 20))

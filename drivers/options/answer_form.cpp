@@ -57,14 +57,21 @@ std::shared_ptr<const TokenGrammar> grammar_of(const AnswerForm& form, const Tok
   const bool is_text = has_schema ? is_schema(given) : is_grammar(given);
   const std::string flag = has_schema ? "--json-schema" : "--grammar";
   if (!tokenizer) throw Error(fmt::format("{} needs a model with a tokenizer, and text", flag));
-  const std::string text = text_of(given, is_text);
+  const auto named = [&](const auto& make, const std::string& name) {
+    try {
+      return make();
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}: {}", name, error.what()));
+    }
+  };
+  const std::string text = named([&] { return text_of(given, is_text); }, flag);
   const auto words = TokenGrammar::vocabulary_of(*tokenizer, vocabulary, end_ids);
-  try {
-    return has_schema ? TokenGrammar::from_json_schema(words, text)
-                      : TokenGrammar::from_gbnf(words, text);
-  } catch (const Error& error) {
-    throw Error(fmt::format("{}: {}", is_text ? flag : given, error.what()));
-  }
+  return named(
+      [&] {
+        return has_schema ? TokenGrammar::from_json_schema(words, text)
+                          : TokenGrammar::from_gbnf(words, text);
+      },
+      is_text ? flag : flag + ": " + given);
 }
 
 }  // namespace kvzap::driver

@@ -109,6 +109,7 @@ MergedSchema::MergedSchema(SchemaGraph& graph, const SchemaSet& nodes) : pointer
     length.tighten(own.length);
     members.tighten(own.members);
     items_count.tighten(own.items_count);
+    has_unique_items |= own.has_unique_items;
     contents.insert(contents.end(), own.contents.begin(), own.contents.end());
     excluded.insert(excluded.end(), own.excluded.begin(), own.excluded.end());
     if (!own.values) continue;
@@ -258,10 +259,30 @@ bool accepts(SchemaGraph& graph, const MergedSchema& schema, const SchemaJson& v
   if (value.is_object()) return accepts_object(graph, schema, value);
   if (!value.is_array()) return true;
   if (!within(schema.items_count, static_cast<std::int64_t>(value.size()))) return false;
+  std::unordered_set<std::string> others;
   for (std::size_t i = 0; i < value.size(); ++i) {
+    if (schema.has_unique_items && !others.insert(identity(value[i])).second) return false;
     if (!accepts(graph, schema.element(i), value[i])) return false;
   }
   return true;
+}
+
+std::optional<std::vector<const SchemaJson*>> listed_values(SchemaGraph& graph,
+                                                            const SchemaSet& schemas) {
+  std::vector<const SchemaJson*> result;
+  std::unordered_set<std::string> known;
+  for (const SchemaSet& nodes : graph.alternatives(schemas)) {
+    MergedSchema schema(graph, nodes);
+    if (!schema.values) return std::nullopt;
+    const auto values = std::move(*schema.values);
+    schema.values.reset();
+    for (const SchemaJson* each : values) {
+      if (accepts(graph, schema, *each) && known.insert(identity(*each)).second) {
+        result.push_back(each);
+      }
+    }
+  }
+  return result;
 }
 
 bool is_empty(SchemaGraph& graph, const SchemaSet& nodes, int depth) {

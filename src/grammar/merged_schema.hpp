@@ -18,6 +18,7 @@ struct MergedSchema {
   unsigned types = all_types;
   NumberLimits numbers;
   CountLimits length, members, items_count;
+  bool has_unique_items = false;
   std::vector<Expr> contents;
   std::vector<const SchemaJson*> excluded;
   /// `enum` and `const` of all parts; not yet compared with other keywords.
@@ -47,6 +48,11 @@ Expr numbers_of(const MergedSchema& schema);
 bool accepts(SchemaGraph& graph, const SchemaSet& schemas, const SchemaJson& value);
 /// Whether a value satisfies the keywords.
 bool accepts(SchemaGraph& graph, const MergedSchema& schema, const SchemaJson& value);
+
+/// The values that satisfy all schemas of the set, each once; nothing if `enum` and `const` do not
+/// list them.
+std::optional<std::vector<const SchemaJson*>> listed_values(SchemaGraph& graph,
+                                                            const SchemaSet& schemas);
 
 /// Whether no value satisfies the keywords of all nodes (`nodes` is one of the graph's
 /// alternatives), as far as is seen `depth` levels deep in required members.

@@ -58,6 +58,47 @@ const std::string* resource_id(const SchemaJson& json) {
   return id != nullptr && !id->empty() && (*id)[0] != '#' ? id : nullptr;
 }
 
+/// The length of a URI's scheme with its colon; 0: it has none.
+std::size_t scheme_length(std::string_view uri) {
+  const std::size_t end = uri.find_first_of(":/?");
+  return end != uri.npos && end > 0 && uri[end] == ':' ? end + 1 : 0;
+}
+
+/// A path without the segments "." and "..".
+std::string path_without_dots(std::string_view path) {
+  std::vector<std::string_view> segments;
+  for (std::size_t begin = 0; begin <= path.size();) {
+    const std::size_t end = std::min(path.find('/', begin), path.size());
+    const std::string_view segment = path.substr(begin, end - begin);
+    const bool is_up = segment == "..", is_last = end == path.size();
+    const bool has_parent = segments.size() > 1 || (segments.size() == 1 && !segments[0].empty());
+    if (is_up && has_parent) segments.pop_back();
+    if (!is_up && segment != ".") segments.push_back(segment);
+    if ((is_up || segment == ".") && is_last) segments.emplace_back();
+    begin = end + 1;
+  }
+  std::string result;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    if (i > 0) result += '/';
+    result += segments[i];
+  }
+  return result;
+}
+
+/// A reference without a fragment, relative to a base (RFC 3986, 5.2).
+std::string resolved_uri(std::string_view base, std::string_view reference) {
+  if (reference.empty()) return std::string(base);
+  if (scheme_length(reference) > 0) return std::string(reference);
+  base = base.substr(0, base.find('?'));
+  std::size_t path = scheme_length(base);
+  if (reference.substr(0, 2) == "//") return std::string(base.substr(0, path)).append(reference);
+  if (base.substr(path, 2) == "//") path = std::min(base.find('/', path + 2), base.size());
+  std::string whole(base.substr(path, base.rfind('/') + 1 - std::min(path, base.rfind('/') + 1)));
+  if (whole.empty() && path > scheme_length(base)) whole = "/";
+  if (reference.front() == '/') whole.clear();
+  return std::string(base.substr(0, path)) + path_without_dots(whole.append(reference));
+}
+
 SchemaSet joined(const SchemaSet& a, const SchemaSet& b) {
   SchemaSet result;
   std::set_union(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(result));
@@ -72,24 +113,31 @@ void sort_unique(std::vector<SchemaSet>& sets) {
 }  // namespace
 
 SchemaGraph::SchemaGraph(const SchemaJson& document) {
-  index(document, 0);
+  index(document, 0, "");
   add(document, &document, "#");
 }
 
-void SchemaGraph::index(const SchemaJson& json, int depth) {
+void SchemaGraph::index(const SchemaJson& json, int depth, const std::string& base) {
   if (depth > max_schema_depth) fail_schema("#", fmt::format("over {} levels", max_schema_depth));
   if (++m_values > max_schema_values) {
     fail_schema("#", fmt::format("over {} values", max_schema_values));
   }
-  if (json.is_object()) {
-    const std::string* id = string_member(json, "$id");
-    if (id != nullptr) m_resources.emplace(*id, &json);
-    const std::string* anchor = string_member(json, "$anchor");
-    if (anchor != nullptr) m_anchors.emplace("#" + *anchor, &json);
-    if (id != nullptr && !id->empty() && (*id)[0] == '#') m_anchors.emplace(*id, &json);
+  const std::string* own = &base;
+  if (const std::string* id = resource_id(json)) {
+    std::string uri = resolved_uri(base, std::string_view(*id).substr(0, id->find('#')));
+    work(uri.size());
+    own = &m_bases.emplace(&json, std::move(uri)).first->second;
+    m_resources.emplace(*own, &json);
   }
+  const auto add_anchor = [&](const std::string& fragment) {
+    work(own->size());
+    m_anchors.emplace(*own + fragment, &json);
+  };
+  if (const std::string* anchor = string_member(json, "$anchor")) add_anchor("#" + *anchor);
+  const std::string* id = string_member(json, "$id");
+  if (id != nullptr && !id->empty() && (*id)[0] == '#') add_anchor(*id);
   if (json.is_structured()) {
-    for (const SchemaJson& each : json) index(each, depth + 1);
+    for (const SchemaJson& each : json) index(each, depth + 1, *own);
   }
 }
 
@@ -132,22 +180,27 @@ SchemaId SchemaGraph::resolve(const SchemaNode& from, const std::string& referen
     fail_schema(schema_pointer(from.keywords.pointer, "$ref"), message);
   };
   const auto hash = std::min(reference.find('#'), reference.size());
+  const auto base_of = [&](const SchemaJson* resource) {
+    const auto known = m_bases.find(resource);
+    return known == m_bases.end() ? std::string() : known->second;
+  };
   const SchemaJson* at = from.resource;
   if (hash > 0) {
-    const auto known = m_resources.find(reference.substr(0, hash));
-    const auto with_hash = m_resources.find(reference.substr(0, hash) + "#");
-    if (known == m_resources.end() && with_hash == m_resources.end()) {
+    const std::string base = base_of(at);
+    work(base.size());
+    const auto known = m_resources.find(resolved_uri(base, reference.substr(0, hash)));
+    if (known == m_resources.end()) {
       fail(fmt::format("expected a reference within the document, as #/$defs/name, found '{}'",
                        reference.substr(0, 200)));
     }
-    at = known != m_resources.end() ? known->second : with_hash->second;
+    at = known->second;
   }
   const std::string fragment =
       hash < reference.size() ? unescaped_fragment(reference.substr(hash + 1)) : "";
   if (!fragment.empty() && fragment[0] != '/') {
-    const auto anchor = m_anchors.find("#" + fragment);
+    const auto anchor = m_anchors.find(base_of(at) + "#" + fragment);
     if (anchor == m_anchors.end()) fail(fmt::format("no anchor '{}'", fragment.substr(0, 200)));
-    return add(*anchor->second, from.resource, "#" + fragment);
+    return add(*anchor->second, at, "#" + fragment);
   }
   const SchemaJson* resource = at;
   for (std::size_t begin = 1; begin <= fragment.size();) {
@@ -317,7 +370,9 @@ SchemaGraph::Alternatives SchemaGraph::product(const Alternatives& a, const Alte
   }
   sort_unique(result);
   if (result.size() > most_alternatives) {
-    fail_schema("#", fmt::format("over {} combinations of alternatives", most_alternatives));
+    fail_schema("#", fmt::format("over {} combinations of alternatives (anyOf, oneOf, not, if, "
+                                 "dependentRequired, dependentSchemas)",
+                                 most_alternatives));
   }
   return result;
 }
@@ -359,24 +414,25 @@ SchemaGraph::Complement SchemaGraph::complement_of_keywords(SchemaId node, int d
   constexpr unsigned number_types = integer_type | fraction_type;
   if (own.types != all_types) add_case(all_types & ~own.types, [](SchemaKeywords&) {});
   if (own.values) {
-    unsigned types = all_types;
     SchemaKeywords made = blank;
+    std::vector<Decimal> numbers;
     for (const SchemaJson* value : *own.values) {
-      if (value->is_number()) types &= ~number_types;
-      if (value->is_array()) types &= ~unsigned{array_type};
-      if (value->is_object()) types &= ~unsigned{object_type};
+      if (value->is_number()) numbers.push_back(decimal(*value));
+      if (value->is_array()) made.types &= ~unsigned{array_type};
+      if (value->is_object()) made.types &= ~unsigned{object_type};
       if (!value->is_number() && !value->is_structured()) made.excluded.push_back(value);
     }
-    if (own.values->size() == 1 && own.values->front()->is_number()) {
-      const NumberBound value = {decimal(*own.values->front()), true};
-      add_case(number_types, [&](SchemaKeywords& each) { each.numbers.least = value; });
-      add_case(number_types, [&](SchemaKeywords& each) { each.numbers.most = value; });
-      types |= number_types;
-      made.types = types & ~number_types;
-    } else {
-      made.types = types;
+    result.is_exact &= made.types == all_types;
+    // Numbers lie between those of the list.
+    std::sort(numbers.begin(), numbers.end(),
+              [](const Decimal& a, const Decimal& b) { return compare(a, b) < 0; });
+    for (std::size_t i = 0; i <= numbers.size() && !numbers.empty(); ++i) {
+      add_case(number_types, [&](SchemaKeywords& each) {
+        if (i > 0) each.numbers.least = NumberBound{numbers[i - 1], true};
+        if (i < numbers.size()) each.numbers.most = NumberBound{numbers[i], true};
+      });
     }
-    result.is_exact &= types == all_types;
+    if (!numbers.empty()) made.types &= ~number_types;
     result.alternatives.push_back({add_made(std::move(made))});
   }
   const auto add_bound = [&](const std::optional<NumberBound>& bound, bool is_least) {
@@ -440,7 +496,7 @@ SchemaGraph::Complement SchemaGraph::complement_of_keywords(SchemaId node, int d
   result.is_exact &= own.numbers.multiples_of.empty() && own.prefix.empty() && !own.items &&
                      own.members.least == 0 && own.members.most == unlimited &&
                      own.key_patterns.empty() && !own.additional && !own.names &&
-                     own.excluded.empty();
+                     own.excluded.empty() && !own.has_unique_items;
   return result;
 }
 

@@ -55,6 +55,7 @@ struct SchemaKeywords {
   std::vector<Expr> contents;
   std::vector<SchemaId> prefix;
   std::optional<SchemaId> items;
+  bool has_unique_items = false;
   bool has_properties = false;
   std::vector<std::pair<std::string, SchemaId>> properties;
   std::unordered_map<std::string, SchemaId> by_name;
@@ -135,7 +136,8 @@ class SchemaGraph {
   };
 
   SchemaNode& read(SchemaId node);
-  void index(const SchemaJson& json, int depth);
+  /// `base`: the URI of the resource around it.
+  void index(const SchemaJson& json, int depth, const std::string& base);
   const Alternatives& alternatives_of(SchemaId node);
   Alternatives found_alternatives(SchemaId node);
   Alternatives any_of(const std::vector<SchemaId>& schemas);
@@ -147,7 +149,8 @@ class SchemaGraph {
 
   std::deque<SchemaNode> m_nodes;
   std::unordered_map<const SchemaJson*, SchemaId> m_by_json;
-  std::unordered_map<std::string, const SchemaJson*> m_anchors, m_resources;
+  std::unordered_map<std::string, const SchemaJson*> m_anchors, m_resources;  // by URI
+  std::unordered_map<const SchemaJson*, std::string> m_bases;                 // URIs of resources
   std::size_t m_values = 0, m_work = 0;
   int m_open = 0, m_looking = 0;
 };

@@ -203,9 +203,7 @@ class KeywordReader {
       m_own.items = child(*items, "items");
     }
     const SchemaJson* unique = find("uniqueItems");
-    if (unique != nullptr && *unique == true && m_own.items_count.most > 1) {
-      fail("uniqueItems", "supported only with maxItems 0 or 1");
-    }
+    m_own.has_unique_items = unique != nullptr && *unique == true;
     unevaluated("unevaluatedItems", m_own.items);
   }
 
@@ -314,8 +312,8 @@ class KeywordReader {
            !m_own.numbers.multiples_of.empty() || counts_restrict(m_own.length) ||
            counts_restrict(m_own.members) || counts_restrict(m_own.items_count) ||
            !m_own.contents.empty() || !m_own.prefix.empty() || m_own.items ||
-           m_own.has_properties || !m_own.key_patterns.empty() || m_own.additional || m_own.names ||
-           !m_own.required.empty();
+           m_own.has_unique_items || m_own.has_properties || !m_own.key_patterns.empty() ||
+           m_own.additional || m_own.names || !m_own.required.empty();
   }
 
   SchemaGraph& m_graph;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bitset>
 
 #include "grammar/json_strings.hpp"
 #include "grammar/regular_match.hpp"
@@ -12,6 +13,8 @@ namespace {
 
 /// Classes of keys are sets of patterns that match.
 constexpr std::size_t most_key_patterns = 4;
+/// Arrays of unique values have a rule for each set of them.
+constexpr std::size_t most_unique = 8;
 
 Expr any_contents() { return repeat(json_character({{0, last_code_point}}), 0); }
 
@@ -119,6 +122,7 @@ Expr SchemaRules::array(const MergedSchema& schema) {
     }
   }
   if (limits.least > limits.most) return nothing();
+  if (schema.has_unique_items && limits.most > 1) return array_of_unique(schema, limits);
   const Expr end = sequence({m_json.space(), literal("]")});
   const auto given = std::min(static_cast<std::int64_t>(prefix), limits.most);
   // Elements after the first ones.
@@ -152,6 +156,38 @@ Expr SchemaRules::array(const MergedSchema& schema) {
   if (limits.least == 0) choices.push_back(literal("]"));
   if (limits.most > 0) choices.push_back(rest);
   return sequence({literal("["), m_json.space(), choice(std::move(choices))});
+}
+
+/// Each set of values that precede has a rule.
+Expr SchemaRules::array_of_unique(const MergedSchema& schema, const CountLimits& limits) {
+  const auto values =
+      schema.prefix_length() > 0 ? std::nullopt : listed_values(m_graph, schema.element(0));
+  if (!values || values->size() > most_unique) {
+    fail_schema(schema_pointer(schema.pointer, "uniqueItems"),
+                fmt::format("supported only with maxItems 0 or 1, and for items that are one of "
+                            "at most {} values of an enum",
+                            most_unique));
+  }
+  const std::size_t sets = std::size_t{1} << values->size();
+  std::vector<Expr> after(sets);
+  for (std::size_t before = sets; before-- > 0;) {
+    const auto count = static_cast<std::int64_t>(std::bitset<most_unique>(before).count());
+    std::vector<Expr> choices;
+    if (count >= limits.least) {
+      choices.push_back(sequence({count > 0 ? m_json.space() : empty(), literal("]")}));
+    }
+    for (std::size_t i = 0; i < values->size() && count < limits.most; ++i) {
+      if ((before >> i & 1U) != 0) continue;
+      choices.push_back(
+          sequence({count > 0 ? m_json.comma() : empty(), m_json.literal_value(*(*values)[i]),
+                    after[before | std::size_t{1} << i]}));
+    }
+    const RuleId rest = add("unique");
+    m_grammar.rules[static_cast<std::size_t>(rest)].body =
+        choices.empty() ? nothing() : choice(std::move(choices));
+    after[before] = call(rest);
+  }
+  return sequence({literal("["), m_json.space(), after[0]});
 }
 
 Expr SchemaRules::object(const MergedSchema& schema) {

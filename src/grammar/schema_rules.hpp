@@ -65,6 +65,7 @@ class SchemaRules {
   Expr body(const SchemaSet& nodes);
   Expr string(const MergedSchema& schema);
   Expr array(const MergedSchema& schema);
+  Expr array_of_unique(const MergedSchema& schema, const CountLimits& limits);
   Expr object(const MergedSchema& schema);
   std::vector<KeyClass> further_keys(const MergedSchema& schema);
   /// Contents of keys that `propertyNames` allows; null if all are.

@@ -1,10 +1,12 @@
 #include "server/answer_parts.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "server/tool_bodies.hpp"
 #include "text/marks.hpp"
+#include "text/utf8.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -14,6 +16,7 @@ constexpr std::string_view blanks = " \t\n\r";
 
 // Messages of harmony: <|start|>ROLE<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>
 constexpr std::string_view message_begin = "<|message|>";
+constexpr std::size_t longest_header = 1024;
 const std::vector<std::string>& message_ends() {
   static const std::vector<std::string> marks = {"<|end|>", "<|call|>", "<|return|>", "<|start|>"};
   return marks;
@@ -29,6 +32,17 @@ using text::FoundMark;
 using text::length_of_beginning;
 
 }  // namespace
+
+void AnswerParts::add(AnswerPart part) {
+  using Kind = AnswerPart::Kind;
+  const bool is_new = part.kind == Kind::call || part.kind == Kind::call_end;
+  if (!is_new && part.text.empty()) return;
+  if (!is_new && !m_parts.empty() && m_parts.back().kind == part.kind) {
+    m_parts.back().text += part.text;
+  } else {
+    m_parts.push_back(std::move(part));
+  }
+}
 
 AnswerFormat format_of(std::string_view chat_template) {
   const auto has = [&](std::string_view mark) { return chat_template.find(mark) != mark.npos; };
@@ -61,27 +75,31 @@ AnswerParser::AnswerParser(std::shared_ptr<const AnswerFormat> format)
   }
 }
 
+AnswerParser::AnswerParser(AnswerParser&&) noexcept = default;
+AnswerParser& AnswerParser::operator=(AnswerParser&&) noexcept = default;
+AnswerParser::~AnswerParser() = default;
+
 AnswerParts AnswerParser::append(std::string_view text) {
-  m_held += text;
-  AnswerParts parts;
-  run(false, parts);
-  return parts;
+  m_bytes += text;
+  m_bytes.erase(0, text::append_lossy(m_held, m_bytes, false));
+  return run(false);
 }
 
 AnswerParts AnswerParser::finish() {
-  AnswerParts parts;
-  run(true, parts);
-  return parts;
+  text::append_lossy(m_held, std::exchange(m_bytes, {}), true);
+  return run(true);
 }
 
-void AnswerParser::run(bool at_end, AnswerParts& parts) {
+AnswerParts AnswerParser::run(bool at_end) {
+  AnswerParts parts;
   if (!m_format) {
-    parts.text = std::exchange(m_held, {});
-    return;
+    parts.add({AnswerPart::Kind::text, std::exchange(m_held, {})});
+    return parts;
   }
   while (step(at_end, parts)) {
   }
-  if (at_end && !m_has_called) parts.text += std::exchange(m_blanks, {});
+  if (at_end && !m_has_called) parts.add({AnswerPart::Kind::text, std::exchange(m_blanks, {})});
+  return parts;
 }
 
 /// Returns whether the state has changed.
@@ -98,7 +116,10 @@ bool AnswerParser::step(bool at_end, AnswerParts& parts) {
       const std::vector<std::string> marks =
           is_harmony ? message_ends() : std::vector<std::string>{std::string(thoughts_end)};
       m_has_thoughts = true;
-      if (!give_until(marks, at_end, parts.thoughts)) return false;
+      std::string thoughts;
+      const bool has_ended = give_until(marks, at_end, thoughts);
+      parts.add({AnswerPart::Kind::thoughts, std::move(thoughts)});
+      if (!has_ended) return false;
       m_state = is_harmony ? State::header : State::start;
       return true;
     }
@@ -144,16 +165,19 @@ bool AnswerParser::step_start(bool at_end) {
 }
 
 bool AnswerParser::step_header(bool at_end) {
+  if (m_held.empty()) return false;
+  const std::string_view begins[] = {"<|start|>", "<|channel|>", " to="};
+  const bool is_header = m_found == "<|start|>" ||
+                         std::any_of(std::begin(begins), std::end(begins),
+                                     [&](auto begin) { return may_begin_with(m_held, begin); });
   const std::size_t found = m_held.find(message_begin);
-  if (found == std::string::npos) {
+  const bool is_long = std::min(found, m_held.size()) > longest_header;
+  if (!is_header || is_long || (found == std::string::npos && at_end)) {
     // Without a message the answer is as it is.
-    const bool is_header =
-        may_begin_with(m_held, "<|start|>") || may_begin_with(m_held, "<|channel|>");
-    if (is_header && !at_end) return false;
-    if (m_held.empty()) return false;
     m_state = State::text;
     return true;
   }
+  if (found == std::string::npos) return false;
   const std::string header = m_held.substr(0, found);
   m_held.erase(0, found + message_begin.size());
   constexpr std::string_view recipient = " to=functions.";
@@ -163,53 +187,44 @@ bool AnswerParser::step_header(bool at_end) {
     m_recipient = header.substr(begin, header.find_first_of(" <", begin) - begin);
   }
   const bool is_thought = header.find("<|channel|>analysis") != std::string::npos;
+  m_found.clear();
   m_state = !m_recipient.empty() ? State::call : is_thought ? State::thoughts : State::text;
   return true;
 }
 
 bool AnswerParser::step_call(bool at_end, AnswerParts& parts) {
-  const bool is_harmony = m_format->style == ToolStyle::harmony;
-  const CallMarks marks = marks_of(m_format->style);
-  const std::vector<std::string> ends = is_harmony          ? message_ends()
-                                        : marks.end.empty() ? std::vector<std::string>()
-                                                            : std::vector{marks.end};
-  const FoundMark end = first_mark(m_held, ends);
-  if (end.mark.empty() && !at_end) return false;
-  const std::string body = m_held.substr(0, end.place);
-  const std::string raw = m_found + body + end.mark;
-  m_held.erase(0, body.size() + end.mark.size());
-  take_calls(body, is_harmony ? body : raw, parts);
-  m_state = is_harmony ? State::header : State::text;
+  if (!m_reader) {
+    m_reader = make_call_reader(*m_format, m_recipient, m_has_called && m_format->calls_once,
+                                Cursor(m_held, at_end));
+    if (!m_reader) return false;
+  }
+  const CallReader::Status status = m_reader->read(m_held, at_end, parts);
+  if (m_reader->has_called()) {
+    m_has_called = m_is_after_call = true;
+    m_blanks.clear();
+    m_found.clear();
+  }
+  if (status == CallReader::Status::more) return false;
+  const bool is_cut = status == CallReader::Status::cut && m_has_called;
+  if (is_cut) m_held.clear();  // a part of the last call or of a further one
+  if (status != CallReader::Status::done && !is_cut) add_text(m_found + m_reader->raw(), parts);
+  m_reader.reset();
+  m_state = State::text;
   return true;
-}
-
-void AnswerParser::take_calls(const std::string& body, const std::string& raw, AnswerParts& parts) {
-  std::vector<ToolCall> calls;
-  if (m_format->style == ToolStyle::harmony) {
-    if (const auto call = call_of(m_recipient, body, m_format->tools)) calls.push_back(*call);
-  } else {
-    calls = calls_of(m_format->style, body, m_format->tools);
-  }
-  if (calls.empty()) return add_text(raw, parts);
-  m_blanks.clear();
-  for (ToolCall& call : calls) {
-    if (m_has_called && m_format->calls_once) return;
-    m_has_called = true;
-    parts.calls.push_back(std::move(call));
-  }
 }
 
 /// Adds text, but blanks before and between calls only if other text follows.
 void AnswerParser::add_text(std::string text, AnswerParts& parts) {
   if (m_format->tools.empty()) {
-    parts.text += text;
+    parts.add({AnswerPart::Kind::text, std::move(text)});
     return;
   }
   m_blanks += text;
   const std::size_t last = m_blanks.find_last_not_of(blanks);
   if (last == std::string::npos) return;
-  const std::size_t first = m_has_called ? m_blanks.find_first_not_of(blanks) : 0;
-  parts.text += m_blanks.substr(first, last + 1 - first);
+  const bool is_after_call = std::exchange(m_is_after_call, false);
+  const std::size_t first = is_after_call ? m_blanks.find_first_not_of(blanks) : 0;
+  parts.add({AnswerPart::Kind::text, m_blanks.substr(first, last + 1 - first)});
   m_blanks.erase(0, last + 1);
 }
 

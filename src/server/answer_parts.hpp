@@ -44,25 +44,43 @@ struct AnswerFormat {
 /// Returns the format of a chat template, without tools.
 AnswerFormat format_of(std::string_view chat_template);
 
-struct ToolCall {
-  std::string name;
-  std::string arguments;  // JSON
-};
-
-/// New parts of an answer.
-struct AnswerParts {
-  std::string thoughts;
+/// A new part of an answer, or of its last part.
+struct AnswerPart {
+  enum class Kind { thoughts, text, call, arguments, call_end };
+  Kind kind;
+  /// Text in UTF-8. Of a call: the name of its tool. Of arguments: a piece of a JSON object without
+  /// blanks between its parts.
   std::string text;
-  std::vector<ToolCall> calls;
+  /// Of a call_end: false for arguments that are only the beginning of an object, because the
+  /// answer ended or went on wrong.
+  bool is_whole = true;
 };
 
-/// Takes the text of an answer in pieces and returns its parts. Text that may begin a mark is held
-/// back until more is known; a call is complete at its end. What is no call of one of the tools
-/// remains text.
+/// New parts of an answer, in their order.
+class AnswerParts {
+ public:
+  /// Joins pieces of the same part.
+  void add(AnswerPart part);
+  auto begin() const { return m_parts.begin(); }
+  auto end() const { return m_parts.end(); }
+
+ private:
+  std::vector<AnswerPart> m_parts;
+};
+
+class CallReader;
+
+/// Takes the text of an answer in pieces and returns its parts, which do not depend on the pieces.
+/// Text that may begin a mark is held back until more is known. A call begins when its name is that
+/// of a tool and its arguments begin; they come as the model writes them. What is no call of one of
+/// the tools remains text; so does the rest of a call from the byte on at which it is none.
 class AnswerParser {
  public:
   /// `format`: null for an answer that is text alone.
   explicit AnswerParser(std::shared_ptr<const AnswerFormat> format);
+  AnswerParser(AnswerParser&&) noexcept;
+  AnswerParser& operator=(AnswerParser&&) noexcept;
+  ~AnswerParser();
 
   AnswerParts append(std::string_view text);
   /// Returns the rest.
@@ -71,23 +89,25 @@ class AnswerParser {
  private:
   enum class State { start, thoughts, text, call, header };
 
-  void run(bool at_end, AnswerParts& parts);
+  AnswerParts run(bool at_end);
   bool step(bool at_end, AnswerParts& parts);
   bool step_start(bool at_end);
   bool step_header(bool at_end);
   bool step_call(bool at_end, AnswerParts& parts);
   bool give_until(const std::vector<std::string>& marks, bool at_end, std::string& target);
   void add_text(std::string text, AnswerParts& parts);
-  void take_calls(const std::string& body, const std::string& raw, AnswerParts& parts);
 
   std::shared_ptr<const AnswerFormat> m_format;
   State m_state = State::start;
+  std::string m_bytes;  // of a character that is not whole
   std::string m_held;
   std::string m_found;      // the mark that ended the last part
   std::string m_recipient;  // of a message of harmony
   std::string m_blanks;     // after the text so far
+  std::unique_ptr<CallReader> m_reader;
   bool m_has_thoughts = false;
   bool m_has_called = false;
+  bool m_is_after_call = false;  // no text came after the last one
 };
 
 }  // namespace kvzap::server

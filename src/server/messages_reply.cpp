@@ -6,6 +6,7 @@
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
 #include "server/answer_parts.hpp"
+#include "server/json_scanner.hpp"
 #include "server/reply_writers.hpp"
 
 namespace kvzap::server {
@@ -97,10 +98,10 @@ class MessagesWriter final : public ReplyWriter {
   void set_end(OrderedJson& json, const Ending& ending) const {
     const bool has_stop = !ending.stop.empty();
     const bool has_ended = ending.reason == EndReason::stop_id || ending.reason == EndReason::cut;
-    json["stop_reason"] = m_calls > 0 ? "tool_use"
-                          : has_stop  ? "stop_sequence"
-                          : has_ended ? "end_turn"
-                                      : "max_tokens";
+    json["stop_reason"] = m_is_call_whole ? "tool_use"
+                          : has_stop      ? "stop_sequence"
+                          : has_ended     ? "end_turn"
+                                          : "max_tokens";
     json["stop_sequence"] = has_stop ? OrderedJson(ending.stop) : OrderedJson();
   }
 
@@ -113,14 +114,30 @@ class MessagesWriter final : public ReplyWriter {
   }
 
   void add(const AnswerParts& parts) {
-    give("thinking", parts.thoughts);
-    give("text", parts.text);
-    for (const ToolCall& call : parts.calls) add_call(call);
+    for (const AnswerPart& part : parts) {
+      switch (part.kind) {
+        case AnswerPart::Kind::thoughts:
+          give("thinking", part.text);
+          break;
+        case AnswerPart::Kind::text:
+          give("text", part.text);
+          break;
+        case AnswerPart::Kind::call:
+          begin_call(part.text);
+          break;
+        case AnswerPart::Kind::arguments:
+          m_input += part.text;
+          write_delta({{"type", "input_json_delta"}, {"partial_json", part.text}});
+          break;
+        case AnswerPart::Kind::call_end:
+          end_call(part.is_whole);
+          break;
+      }
+    }
   }
 
   /// Adds text to a block of this type, which is also the name of its field.
   void give(const char* type, const std::string& text) {
-    if (text.empty()) return;
     if (m_open != type) {
       OrderedJson block = {{"type", type}, {type, ""}};
       if (std::string_view(type) == "thinking") block["signature"] = "";
@@ -130,13 +147,20 @@ class MessagesWriter final : public ReplyWriter {
     write_delta({{"type", fmt::format("{}_delta", type)}, {type, text}});
   }
 
-  void add_call(const ToolCall& call) {
+  void begin_call(const std::string& name) {
     open("tool_use", {{"type", "tool_use"},
                       {"id", fmt::format("toolu_{}_{}", m_id, m_calls++)},
-                      {"name", call.name},
+                      {"name", name},
                       {"input", OrderedJson::object()}});
-    m_content.back()["input"] = files::parse_own_json(call.arguments);
-    write_delta({{"type", "input_json_delta"}, {"partial_json", call.arguments}});
+    m_input.clear();
+  }
+
+  /// The input is an object, also that of a call that is cut.
+  void end_call(bool is_whole) {
+    m_is_call_whole = is_whole;
+    auto input = OrderedJson::parse(closed_json(m_input), nullptr, false);
+    // A number may be too large.
+    if (input.is_object()) m_content.back()["input"] = std::move(input);
     close();
   }
 
@@ -161,8 +185,10 @@ class MessagesWriter final : public ReplyWriter {
   std::int64_t m_prompt_tokens;
   AnswerParser m_parser;
   OrderedJson m_content = OrderedJson::array();
-  std::string m_open;  // type of the last block, while it is open
+  std::string m_open;   // type of the last block, while it is open
+  std::string m_input;  // of the last call
   int m_calls = 0;
+  bool m_is_call_whole = false;  // the last one
   bool m_has_begun = false;
   std::string m_events;
 };

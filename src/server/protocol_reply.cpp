@@ -19,8 +19,19 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-const char* finish_reason(EndReason reason, bool has_calls) {
-  if (has_calls) return "tool_calls";
+/// The calls of an answer so far.
+struct CallCount {
+  int calls = 0;
+  bool is_last_whole = false;
+
+  void add(const AnswerPart& part) {
+    if (part.kind == AnswerPart::Kind::call) ++calls;
+    if (part.kind == AnswerPart::Kind::call_end) is_last_whole = part.is_whole;
+  }
+};
+
+const char* finish_reason(EndReason reason, const CallCount& count) {
+  if (count.is_last_whole) return "tool_calls";
   return reason == EndReason::stop_id || reason == EndReason::cut ? "stop" : "length";
 }
 
@@ -160,8 +171,8 @@ class CompletionWriter final : public ReplyWriter {
                      : std::vector<std::string>(static_cast<std::size_t>(request.prompts))),
         m_offsets(static_cast<std::size_t>(request.answers()), 0),
         m_format(request.format),
-        m_parsers(static_cast<std::size_t>(request.answers()), AnswerParser(request.format)),
-        m_calls(m_parsers.size(), 0) {
+        m_calls(m_offsets.size()) {
+    for (std::size_t i = 0; i < m_offsets.size(); ++i) m_parsers.emplace_back(request.format);
     // With log probabilities the prompt's tokens are in the list.
     for (std::size_t i = 0; i < m_offsets.size() && !m_has_logprobs; ++i) {
       m_offsets[i] = characters_of(m_echoes[i / static_cast<std::size_t>(m_choices)]);
@@ -195,7 +206,7 @@ class CompletionWriter final : public ReplyWriter {
   std::vector<std::size_t> m_offsets;  // characters of tokens so far, of each answer
   std::shared_ptr<const AnswerFormat> m_format;
   std::vector<AnswerParser> m_parsers;  // of each answer in a stream
-  std::vector<int> m_calls;             // of tools, in each answer of a stream so far
+  std::vector<CallCount> m_calls;       // of each answer in a stream
 };
 
 /// The parts that replies and events have in common.
@@ -279,46 +290,80 @@ struct CompletionWriter::Parts {
   }
 
   /// The message of a whole answer.
-  OrderedJson message(const std::string& text, int choice) const {
+  OrderedJson message(const std::string& text, int choice, CallCount& count) const {
     AnswerParser parser(of.m_format);
-    AnswerParts found = parser.append(text);
-    AnswerParts rest = parser.finish();
-    found.thoughts += rest.thoughts;
-    found.text += rest.text;
-    std::move(rest.calls.begin(), rest.calls.end(), std::back_inserter(found.calls));
+    std::string thoughts, said;
+    OrderedJson calls = OrderedJson::array();
+    const auto take = [&](const AnswerParts& parts) {
+      for (const AnswerPart& part : parts) {
+        count.add(part);
+        switch (part.kind) {
+          case AnswerPart::Kind::thoughts:
+            thoughts += part.text;
+            break;
+          case AnswerPart::Kind::text:
+            said += part.text;
+            break;
+          case AnswerPart::Kind::call:
+            calls.push_back(call_json(part.text, choice, count.calls - 1));
+            break;
+          case AnswerPart::Kind::arguments:
+            calls.back()["function"]["arguments"].get_ref<std::string&>() += part.text;
+            break;
+          case AnswerPart::Kind::call_end:
+            break;
+        }
+      }
+    };
+    take(parser.append(text));
+    take(parser.finish());
     OrderedJson message;
     message["role"] = "assistant";
-    const bool is_call = found.text.empty() && !found.calls.empty();
-    message["content"] = is_call ? OrderedJson() : OrderedJson(found.text);
-    if (!found.thoughts.empty()) message["reasoning_content"] = found.thoughts;
-    int number = 0;
-    for (const ToolCall& call : found.calls) {
-      message["tool_calls"].push_back(call_json(call, choice, number++, false));
-    }
+    message["content"] = said.empty() && !calls.empty() ? OrderedJson() : OrderedJson(said);
+    if (!thoughts.empty()) message["reasoning_content"] = thoughts;
+    if (!calls.empty()) message["tool_calls"] = std::move(calls);
     return message;
   }
 
-  /// An answer's call of a tool. `has_index`: as in a stream.
-  OrderedJson call_json(const ToolCall& call, int choice, int number, bool has_index) const {
+  /// A call of a tool, still without arguments.
+  OrderedJson call_json(const std::string& name, int choice, int number) const {
     OrderedJson json;
-    if (has_index) json["index"] = number;
     json["id"] = fmt::format("call-{}-{}-{}", of.m_id, choice, number);
     json["type"] = "function";
-    json["function"] = {{"name", call.name}, {"arguments", call.arguments}};
+    json["function"] = {{"name", name}, {"arguments", ""}};
     return json;
   }
 
-  /// The events with new parts of a choice, the first one with the log probabilities. `calls`: the
-  /// number of calls so far.
-  std::string events(int choice, const AnswerParts& found, OrderedJson logprobs, int& calls) const {
+  /// The events with new parts of a choice, the first one with the log probabilities.
+  std::string events(int choice, const AnswerParts& found, OrderedJson logprobs,
+                     CallCount& count) const {
     std::string text;
     const auto add = [&](OrderedJson delta) {
       text += event(choice, std::move(delta), "", std::exchange(logprobs, {}), nullptr);
     };
-    if (!found.thoughts.empty()) add({{"reasoning_content", found.thoughts}});
-    if (!found.text.empty()) add({{"content", found.text}});
-    for (const ToolCall& call : found.calls) {
-      add({{"tool_calls", OrderedJson::array({call_json(call, choice, calls++, true)})}});
+    const auto add_call = [&](OrderedJson fields) {
+      OrderedJson call = {{"index", count.calls - 1}};
+      call.update(fields);
+      add({{"tool_calls", OrderedJson::array({std::move(call)})}});
+    };
+    for (const AnswerPart& part : found) {
+      count.add(part);
+      switch (part.kind) {
+        case AnswerPart::Kind::thoughts:
+          add({{"reasoning_content", part.text}});
+          break;
+        case AnswerPart::Kind::text:
+          add({{"content", part.text}});
+          break;
+        case AnswerPart::Kind::call:
+          add_call(call_json(part.text, choice, count.calls - 1));
+          break;
+        case AnswerPart::Kind::arguments:
+          add_call({{"function", {{"arguments", part.text}}}});
+          break;
+        case AnswerPart::Kind::call_end:
+          break;
+      }
     }
     if (!logprobs.is_null()) add({{"content", ""}});
     return text;
@@ -342,9 +387,9 @@ struct CompletionWriter::Parts {
       one["text"] = text;
     }
     one["logprobs"] = std::move(logprobs);
-    const bool has_calls = of.m_calls[static_cast<std::size_t>(choice)] > 0;
+    const CallCount& count = of.m_calls[static_cast<std::size_t>(choice)];
     one["finish_reason"] =
-        ending ? OrderedJson(finish_reason(ending->reason, has_calls)) : OrderedJson();
+        ending ? OrderedJson(finish_reason(ending->reason, count)) : OrderedJson();
     if (ending) one["kvzap"] = kvzap_of_choice(*ending, of.m_model);
     json["choices"].push_back(std::move(one));
     return json;
@@ -360,15 +405,14 @@ std::string CompletionWriter::body(const std::vector<Whole>& answers) {
     OrderedJson choice;
     const std::string& echo = parts.echo(static_cast<int>(i));
     choice["index"] = static_cast<int>(i);
-    bool has_calls = false;
+    CallCount count;
     if (m_is_chat) {
-      choice["message"] = parts.message(answer.text, static_cast<int>(i));
-      has_calls = choice["message"].contains("tool_calls");
+      choice["message"] = parts.message(answer.text, static_cast<int>(i), count);
     } else {
       choice["text"] = echo + answer.text;
     }
     choice["logprobs"] = parts.logprobs(answer.tokens, m_offsets[i]);
-    choice["finish_reason"] = finish_reason(answer.ending.reason, has_calls);
+    choice["finish_reason"] = finish_reason(answer.ending.reason, count);
     choice["kvzap"] = kvzap_of_choice(answer.ending, m_model);
     json["choices"].push_back(std::move(choice));
     endings.push_back(answer.ending);

@@ -8,6 +8,7 @@
 #include "files/quote.hpp"
 #include "server/answer_parts.hpp"
 #include "server/chat_form.hpp"
+#include "server/json_scanner.hpp"
 #include "server/reply_writers.hpp"
 
 namespace kvzap::server {
@@ -125,13 +126,29 @@ class ResponseWriter final : public ReplyWriter {
   }
 
   void add(const AnswerParts& parts) {
-    give(thoughts_item, parts.thoughts);
-    give(text_item, parts.text);
-    for (const ToolCall& call : parts.calls) add_call(call);
+    for (const AnswerPart& part : parts) {
+      switch (part.kind) {
+        case AnswerPart::Kind::thoughts:
+          give(thoughts_item, part.text);
+          break;
+        case AnswerPart::Kind::text:
+          give(text_item, part.text);
+          break;
+        case AnswerPart::Kind::call:
+          begin_call(part.text);
+          break;
+        case AnswerPart::Kind::arguments:
+          m_text += part.text;
+          write_item("response.function_call_arguments.delta", {{"delta", part.text}});
+          break;
+        case AnswerPart::Kind::call_end:
+          end_call(part.is_whole);
+          break;
+      }
+    }
   }
 
   void give(const TextItem& kind, const std::string& text) {
-    if (text.empty()) return;
     if (m_open != &kind) open(kind);
     m_text += text;
     write_part(fmt::format("{}.delta", kind.event), {{"delta", text}});
@@ -160,25 +177,30 @@ class ResponseWriter final : public ReplyWriter {
     field = field.is_string() ? field.get<std::string>() + m_text : m_text;
     m_text.clear();
     m_open = nullptr;
-    end_item();
+    end_item("completed");
   }
 
-  void add_call(const ToolCall& call) {
+  void begin_call(const std::string& name) {
     close();
-    const std::string id = fmt::format("call_{}_{}", m_key, m_output.size());
     OrderedJson item = new_item("function_call", "fc");
-    item["call_id"] = id;
-    item["name"] = call.name;
+    item["call_id"] = fmt::format("call_{}_{}", m_key, m_output.size());
+    item["name"] = name;
     item["arguments"] = "";
     add_item(item);
-    m_output.back()["arguments"] = call.arguments;
-    write_item("response.function_call_arguments.delta", {{"delta", call.arguments}});
+  }
+
+  void end_call(bool is_whole) {
+    const std::string arguments = std::exchange(m_text, {});
+    OrderedJson& item = m_output.back();
+    item["arguments"] = arguments;
     write_item("response.function_call_arguments.done",
-               {{"name", call.name}, {"arguments", call.arguments}});
-    OrderedJson said = function_json({{"name", call.name}, {"arguments", call.arguments}});
-    said["id"] = id;
+               {{"name", item["name"]}, {"arguments", arguments}});
+    // A conversation that goes on needs an object, also of a call that is cut.
+    OrderedJson said =
+        function_json({{"name", item["name"]}, {"arguments", closed_json(arguments)}});
+    said["id"] = item["call_id"];
     m_message["tool_calls"].push_back(std::move(said));
-    end_item();
+    end_item(is_whole ? "completed" : "incomplete");
   }
 
   OrderedJson new_item(const char* type, const char* prefix) const {
@@ -192,8 +214,8 @@ class ResponseWriter final : public ReplyWriter {
     write("response.output_item.added", {{"output_index", m_output.size() - 1}, {"item", item}});
   }
 
-  void end_item() {
-    m_output.back()["status"] = "completed";
+  void end_item(const char* status) {
+    m_output.back()["status"] = status;
     write("response.output_item.done",
           {{"output_index", m_output.size() - 1}, {"item", m_output.back()}});
   }
@@ -233,7 +255,7 @@ class ResponseWriter final : public ReplyWriter {
   OrderedJson m_output = OrderedJson::array();
   OrderedJson m_message = {{"role", "assistant"}, {"content", ""}};  // as chats have it
   const TextItem* m_open = nullptr;  // kind of the last item, while it is open
-  std::string m_text;                // of the open item
+  std::string m_text;                // of the open item, or arguments of the open call
   int m_number = 0;                  // of the next event
   std::string m_events;
 };

@@ -236,6 +236,78 @@ WAY = {"title": "Way", "type": "object", "properties": {"way": {"enum": ["up", "
 TURN = {"type": "function", "function": {"name": "turn", "description": "Turns", "parameters": WAY}}
 
 
+NOTE = {"type": "object", "properties": {"text": {"type": "string", "minLength": 6, "maxLength": 12}, **WAY["properties"]},
+        "required": ["text", "way"], "additionalProperties": False}
+
+
+class PiecesOfArguments(ToolsTest):
+    """The official clients get arguments in pieces, which join to those of the reply as a whole."""
+
+    THINKS = False
+
+    def check(self, pieces, whole):
+        self.assertGreater(len(pieces), 3)
+        self.assertEqual("".join(pieces), whole)
+        self.assertEqual(set(json.loads(whole)), {"text", "way"})
+
+    def openai_client(self):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.server.port}/v1", api_key="x", timeout=PATIENCE, max_retries=0)
+        self.addCleanup(client.close)
+        return client
+
+    @unittest.skipUnless(openai, "needs openai's client")
+    def test_chat(self):
+        tool = {"type": "function", "function": {"name": "note", "parameters": NOTE}}
+        ask = {"model": "recall-4m", "messages": [{"role": "user", "content": "Which way?"}], "temperature": 0, "max_tokens": 200,
+               "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        client = self.openai_client()
+        reply = client.chat.completions.create(**ask)
+        (whole,) = reply.choices[0].message.tool_calls
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+        first, *pieces = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+        self.assertEqual((first.index, first.function.name, first.function.arguments), (0, "note", ""))
+        self.assertTrue(first.id)
+        self.assertEqual({(piece.index, piece.id, piece.function.name) for piece in pieces}, {(0, None, None)})
+        self.check([piece.function.arguments for piece in pieces], whole.function.arguments)
+        self.assertEqual(chunks[-1].finish_reason, "tool_calls")
+        with client.chat.completions.stream(**ask) as stream:
+            (call,) = stream.get_final_completion().choices[0].message.tool_calls
+        self.assertEqual(call.function.arguments, whole.function.arguments)
+        cut = client.chat.completions.create(**{**ask, "max_tokens": reply.usage.completion_tokens * 3 // 5}).choices[0]
+        self.assertEqual(cut.finish_reason, "length")
+        self.assertTrue(whole.function.arguments.startswith(cut.message.tool_calls[0].function.arguments))
+
+    @unittest.skipUnless(openai, "needs openai's client")
+    def test_responses(self):
+        ask = {"model": "recall-4m", "input": "Which way?", "temperature": 0, "max_output_tokens": 200, "tool_choice": "required",
+               "parallel_tool_calls": False, "tools": [{"type": "function", "name": "note", "parameters": NOTE, "strict": True}]}
+        client = self.openai_client()
+        (whole,) = client.responses.create(**ask).output
+        events = list(client.responses.create(**ask, stream=True))
+        self.check([event.delta for event in events if event.type == "response.function_call_arguments.delta"], whole.arguments)
+        (done,) = [event for event in events if event.type == "response.output_item.done"]
+        self.assertEqual((done.item.name, done.item.arguments, done.item.status), ("note", whole.arguments, "completed"))
+        with client.responses.stream(**ask) as stream:
+            (call,) = stream.get_final_response().output
+        self.assertEqual(call.arguments, whole.arguments)
+
+    @unittest.skipUnless(anthropic, "needs anthropic's client")
+    def test_messages(self):
+        ask = {"model": "recall-4m", "messages": [{"role": "user", "content": "Which way?"}], "max_tokens": 200,
+               "extra_body": {"temperature": 0}, "tools": [{"name": "note", "input_schema": NOTE}],
+               "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{self.server.port}", api_key="x", timeout=PATIENCE, max_retries=0)
+        self.addCleanup(client.close)
+        (whole,) = client.messages.create(**ask).content
+        with client.messages.stream(**ask) as stream:
+            pieces = [event.delta.partial_json for event in stream
+                      if event.type == "content_block_delta" and event.delta.type == "input_json_delta"]
+            (block,) = stream.get_final_message().content
+        self.assertEqual((block.name, block.input), (whole.name, whole.input))
+        self.check(pieces, "".join(pieces))
+        self.assertEqual(json.loads("".join(pieces)), whole.input)
+
+
 @unittest.skipUnless(langchain_openai, "needs langchain-openai")
 class LangChain(ToolsTest):
     THINKS = False

@@ -69,7 +69,9 @@ class Programs(TestCase):
     def test_errors(self):
         bad = self.folder / "bad.json"
         bad.write_text("{")
-        for flags, words in ((["--json-schema", bad], "bad.json"), (["--json-schema", self.folder / "none"], "none: cannot be opened"),
+        for flags, words in ((["--json-schema", bad], f"--json-schema: {bad}: "),
+                             (["--json-schema", self.folder / "none"], f"--json-schema: {self.folder / 'none'}: cannot be opened"),
+                             (["--grammar", self.folder / "none"], f"--grammar: {self.folder / 'none'}: cannot be opened"),
                              (["--grammar", "root ::= ("], "--grammar"), (["--stop", ""], "--stop"),
                              (["--json-schema", "{}", "--grammar", 'root ::= "a"'], "excludes"),
                              (["--json-schema", "{}", "--token-ids"], "needs a model with a tokenizer")):

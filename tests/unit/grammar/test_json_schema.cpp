@@ -98,6 +98,15 @@ TEST(JsonSchema, Numbers) {
        {"0", "7", "25"}},
       {R"({"minimum":3})", {"3", "\"a\"", "[]"}, {"2"}},
       {R"({"type":"integer","not":{"const":3}})", {"2", "4", "30"}, {"3"}},
+      {R"({"type":"integer","not":{"enum":[5,-1,3,2,2.5,"a"]}})",
+       {"-2", "0", "1", "4", "6", "22"},
+       {"-1", "2", "3", "5", "1.5"}},
+      {R"({"not":{"enum":[1,1.50,"a",null]}})",
+       {"0", "1.25", "1.6", "\"b\"", "[1]", "true"},
+       {"1", "1.5", "\"a\"", "null"}},
+      {R"({"type":"number","minimum":1,"maximum":3,"not":{"enum":[1,3]}})",
+       {"2", "1.1"},
+       {"1", "3", "4"}},
   });
 }
 
@@ -128,6 +137,17 @@ TEST(JsonSchema, Arrays) {
       {R"({"type":"array","items":false})", {"[]"}, {"[1]"}},
       {R"({"type":"array","uniqueItems":true,"maxItems":1})", {"[]", "[1]"}, {"[1,1]"}},
       {R"({"type":"array","uniqueItems":false})", {"[1,1]"}, {}},
+      {R"({"type":"array","uniqueItems":true,"items":{"enum":["a",1,1.0,null]}})",
+       {"[]", "[1]", "[null,1]", "[1,\"a\",null]", "[\"a\",null,1]"},
+       {"[1,1]", "[\"a\",1,\"a\"]", "[1,\"a\",null,1]", "[1,]", "[2]"}},
+      {R"({"type":"array","uniqueItems":true,"items":{"$ref":"#/$defs/x"},"minItems":2,"maxItems":3,
+           "$defs":{"x":{"enum":[1,2,3,4,5,6,7,8]}}})",
+       {"[8,1]", "[1,2,3]"},
+       {"[]", "[1]", "[1,1]", "[1,2,3,4]", "[1,2,1]"}},
+      {R"({"type":"array","uniqueItems":true,"items":{"anyOf":[{"const":1},{"const":2}]},"minItems":2})",
+       {"[2,1]", "[1,2]"},
+       {"[1]", "[1,1]"}},
+      {R"({"enum":[[1,2],[1,1]],"uniqueItems":true})", {"[1,2]"}, {"[1,1]"}},
       {R"({"allOf":[{"prefixItems":[{"type":"integer"}]},{"items":{"minimum":2}}],"type":"array"})",
        {"[2,3]", "[2,\"a\"]"},
        {"[1]", "[2.5]", "[2,1]"}},
@@ -288,6 +308,17 @@ TEST(JsonSchema, References) {
        {"1", "[1,[2,[]]]"},
        {"[null]"}},
       {R"({"$defs":{"x":{"$anchor":"here","type":"null"}},"$ref":"#here"})", {"null"}, {"1"}},
+      {R"({"$id":"http://a/b/root","$ref":"item","$defs":{"x":{"$id":"item","$ref":"../y/z#deep"},
+           "z":{"$id":"/y/./","$defs":{"w":{"$id":"q/../z","$defs":{"v":{"$anchor":"deep","type":"null"}}}}}}})",
+       {"null"},
+       {"1"}},
+      {R"({"$ref":"item.json#/$defs/y","$defs":{"x":{"$id":"item.json","$defs":{"y":{"$ref":"#z"},
+           "z":{"$anchor":"z","const":1}}}}})",
+       {"1"},
+       {"2"}},
+      {R"({"$id":"urn:a:b","$ref":"urn:a:c","$defs":{"x":{"$id":"urn:a:c","const":1}}})",
+       {"1"},
+       {"2"}},
       {R"({"$id":"http://a/b.json","$ref":"http://a/b.json#/$defs/x","$defs":{"x":{"type":"null"}}})",
        {"null"},
        {"1"}},
@@ -363,7 +394,14 @@ TEST(JsonSchema, RefusesByPointerAndKeyword) {
       {R"({"allOf":[{"type":"string"},{"type":"null"}]})", "#", "no document"},
       {R"({"type":"integer","minimum":3,"maximum":2})", "#", "no document"},
       {R"({"properties":{"a":{"contains":{}}}})", "#/properties/a/contains", "not supported"},
+      {R"({"type":"array","uniqueItems":true,"items":{"enum":[1,2]},"minItems":3})", "#",
+       "no document"},
       {R"({"uniqueItems":true})", "#/uniqueItems", "maxItems"},
+      {R"({"type":"array","uniqueItems":true,"items":{"enum":[1,2,3,4,5,6,7,8,9]}})",
+       "#/uniqueItems", "8 values"},
+      {R"({"$id":"http://a/b/c","$ref":"../d","$defs":{"x":{"$id":"d"}}})", "#/$ref",
+       "within the document"},
+      {R"({"$defs":{"x":{"$id":"http://a/","$anchor":"y"}},"$ref":"#y"})", "#/$ref", "no anchor"},
       {R"({"not":{"properties":{"a":{"items":{"type":"null"}}}}})", "#/not", "supported only"},
       {R"({"if":{"items":{"type":"null"}},"then":{"type":"string"}})", "#/if", "supported only"},
       {R"({"$dynamicRef":"#a"})", "#/$dynamicRef", "not supported"},
@@ -409,6 +447,14 @@ TEST(JsonSchema, HostileSchemasAreBounded) {
   Json deep = Json::object();
   for (int i = 0; i < 100; ++i) deep = Json{{"items", deep}};
   expect_refused(deep, "levels");
+  for (const int count : {8, 14}) {
+    Json dependent = {{"type", "object"}, {"dependentRequired", Json::object()}};
+    for (int i = 0; i < count; ++i) {
+      dependent["dependentRequired"]["a" + std::to_string(i)] = {"b" + std::to_string(i)};
+    }
+    if (count == 14) expect_refused(dependent, "dependentRequired");
+    if (count == 8) read_json_schema(dependent);
+  }
   // 3^20 combinations.
   Json all = Json::array();
   for (int i = 0; i < 20; ++i) {

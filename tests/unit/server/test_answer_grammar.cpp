@@ -109,14 +109,21 @@ TEST(ToolRules, EveryTextIsCallsWithValidArguments) {
       if (text.empty()) continue;
       AnswerParser parser(std::make_shared<const AnswerFormat>(format(style)));
       const std::string start = style == ToolStyle::harmony ? "<|start|>assistant" : "";
-      AnswerParts parts = parser.append(start + text);
-      const AnswerParts rest = parser.finish();
-      parts.calls.insert(parts.calls.end(), rest.calls.begin(), rest.calls.end());
-      ASSERT_FALSE(parts.calls.empty()) << static_cast<int>(style) << ' ' << text;
-      ASSERT_EQ(parts.text + rest.text, "") << text;
-      for (const ToolCall& call : parts.calls) {
-        const auto arguments = ordered_json::parse(call.arguments);
-        if (call.name == "now") {
+      std::vector<std::pair<std::string, std::string>> calls;
+      const auto take = [&](const AnswerParts& parts) {
+        for (const AnswerPart& part : parts) {
+          EXPECT_TRUE(part.is_whole) << text;
+          EXPECT_NE(part.kind, AnswerPart::Kind::text) << text;
+          if (part.kind == AnswerPart::Kind::call) calls.emplace_back(part.text, "");
+          if (part.kind == AnswerPart::Kind::arguments) calls.back().second += part.text;
+        }
+      };
+      take(parser.append(start + text));
+      take(parser.finish());
+      ASSERT_FALSE(calls.empty()) << static_cast<int>(style) << ' ' << text;
+      for (const auto& [name, written] : calls) {
+        const auto arguments = ordered_json::parse(written);
+        if (name == "now") {
           EXPECT_EQ(arguments, ordered_json::object());
           continue;
         }

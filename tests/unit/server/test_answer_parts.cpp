@@ -1,15 +1,19 @@
 // The parts of answers: thoughts, text and calls of tools, as families write them.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "server/answer_parts.hpp"
-#include "server/tool_bodies.hpp"
+#include "server/json_scanner.hpp"
+#include "text/utf8.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -30,44 +34,84 @@ AnswerFormat format(ToolStyle style) {
   return format;
 }
 
-std::string shown(const AnswerParts& parts) {
-  std::string text = "[" + parts.thoughts + "][" + parts.text + "]";
-  for (const ToolCall& call : parts.calls) text += " " + call.name + call.arguments;
-  return text;
-}
+/// Parts of an answer, joined as replies join them, and the pieces of arguments.
+struct Joined {
+  std::string thoughts, text, calls;
+  std::vector<std::string> pieces;
 
-/// The parts of a text, given in pieces of random sizes.
-std::string parts_of(AnswerFormat format, std::string_view text, unsigned seed = 0) {
+  void add(const AnswerParts& parts) {
+    for (const AnswerPart& part : parts) {
+      EXPECT_TRUE(text::is_valid_utf8(part.text));
+      switch (part.kind) {
+        case AnswerPart::Kind::thoughts:
+          thoughts += part.text;
+          break;
+        case AnswerPart::Kind::text:
+          text += part.text;
+          break;
+        case AnswerPart::Kind::call:
+          calls += " " + part.text;
+          arguments.clear();
+          break;
+        case AnswerPart::Kind::arguments:
+          calls += part.text;
+          arguments += part.text;
+          pieces.push_back(part.text);
+          break;
+        case AnswerPart::Kind::call_end:
+          expect_object(part.is_whole);
+          if (!part.is_whole) calls += "...";
+          break;
+      }
+    }
+  }
+
+  /// Arguments are an object, or its beginning.
+  void expect_object(bool is_whole) const {
+    const auto closed = OrderedJson::parse(closed_json(arguments), nullptr, false);
+    EXPECT_TRUE(closed.is_object()) << arguments;
+    if (is_whole) {
+      EXPECT_EQ(closed_json(arguments), arguments);
+    }
+  }
+
+  std::string shown() const { return "[" + thoughts + "][" + text + "]" + calls; }
+
+ private:
+  std::string arguments;  // of the last call
+};
+
+/// The parts of a text, given in pieces of up to `longest` bytes; 0: as a whole.
+Joined parts_of(AnswerFormat format, std::string_view text, unsigned seed = 0,
+                unsigned longest = 0) {
   AnswerParser parser(std::make_shared<const AnswerFormat>(std::move(format)));
   std::mt19937 random(seed);
-  AnswerParts all;
-  const auto take = [&](AnswerParts parts) {
-    all.thoughts += parts.thoughts;
-    all.text += parts.text;
-    for (ToolCall& call : parts.calls) all.calls.push_back(std::move(call));
-  };
+  Joined all;
   while (!text.empty()) {
-    const std::size_t count = seed == 0 ? text.size() : 1 + random() % 7;
-    take(parser.append(text.substr(0, count)));
+    const std::size_t count = longest == 0 ? text.size() : 1 + random() % longest;
+    all.add(parser.append(text.substr(0, count)));
     text.remove_prefix(std::min(count, text.size()));
   }
-  take(parser.finish());
-  return shown(all);
+  all.add(parser.finish());
+  return all;
 }
 
 void expect_parts(const AnswerFormat& format, std::string_view text, std::string_view expected) {
   for (unsigned seed = 0; seed < 20; ++seed) {
-    EXPECT_EQ(parts_of(format, text, seed), expected) << text;
+    EXPECT_EQ(parts_of(format, text, seed, seed == 0 ? 0 : 7).shown(), expected) << text;
   }
 }
 
 constexpr const char* paris = R"( weather{"city":"Paris","days":2})";
 constexpr const char* both = R"( weather{"city":"Paris","days":2} now{})";
 
-TEST(AnswerParts, CallsOfEachStyle) {
+using Styled = std::pair<ToolStyle, std::string>;
+
+/// The calls of `both` in each style.
+std::vector<Styled> calls_of_styles() {
   const std::string call = R"({"name": "weather", "arguments": {"city": "Paris", "days": 2}})";
   const std::string other = R"({"name": "now", "arguments": {}})";
-  const std::pair<ToolStyle, std::string> texts[] = {
+  return {
       {ToolStyle::hermes,
        "<tool_call>\n" + call + "\n</tool_call>\n<tool_call>\n" + other + "\n</tool_call>"},
       {ToolStyle::coder,
@@ -96,6 +140,7 @@ TEST(AnswerParts, CallsOfEachStyle) {
        "<|tool_calls_section_end|>"},
       {ToolStyle::lfm,
        R"(<|tool_call_start|>[weather(city="Paris", days=2), now()]<|tool_call_end|>)"},
+      {ToolStyle::lfm, "<|tool_call_start|>[" + call + ", " + other + "]<|tool_call_end|>"},
       {ToolStyle::granite, "<|tool_call|>[" + call + ", " + other + "]"},
       {ToolStyle::json, "\n" + call + "; " + other},
       {ToolStyle::json, "<|python_tag|>[" + call + "," + other + "]"},
@@ -103,11 +148,60 @@ TEST(AnswerParts, CallsOfEachStyle) {
        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
        R"({"city": "Paris", "days": 2}<|call|><|start|>assistant to=functions.now<|channel|>)"
        "commentary json<|message|>{}"}};
-  for (const auto& [style, text] : texts)
+}
+
+TEST(AnswerParts, CallsOfEachStyle) {
+  for (const auto& [style, text] : calls_of_styles()) {
     expect_parts(format(style), text, std::string("[][]") + both);
-  AnswerFormat once = format(ToolStyle::hermes);
-  once.calls_once = true;
-  expect_parts(once, texts[0].second, std::string("[][]") + paris);
+    AnswerFormat once = format(style);
+    once.calls_once = true;
+    expect_parts(once, text, std::string("[][]") + paris);
+    // All styles give arguments as they are written.
+    const Joined one_by_one = parts_of(format(style), text, 0, 1);
+    EXPECT_GT(one_by_one.pieces.size(), 10U) << text;
+  }
+}
+
+/// A text with random changes, which often make it no call.
+std::string changed(std::string text, std::mt19937& random) {
+  const std::string_view inserted[] = {
+      "\"", "{", "}", "]", ",", "\\", "\n", "é", "<", "</tool_call>", "\\ud83d"};
+  for (unsigned count = random() % 4; count > 0 && !text.empty(); --count) {
+    const std::size_t place = random() % text.size();
+    switch (random() % 3) {
+      case 0:
+        text.erase(place, 1 + random() % 4);
+        break;
+      case 1:
+        text.resize(place);
+        break;
+      default:
+        text.insert(place, inserted[random() % std::size(inserted)]);
+    }
+  }
+  return text;
+}
+
+TEST(AnswerParts, PartsDoNotDependOnPieces) {
+  std::mt19937 random(7);
+  std::vector<Styled> texts = calls_of_styles();
+  const std::string city = R"("São \"😀\" \\ud83d\\ude00 \n")";
+  for (std::size_t i = 0, count = texts.size(); i < count; ++i) {
+    std::string text = texts[i].second;
+    for (std::size_t at = 0; (at = text.find("\"Paris\"", at)) != text.npos; at += city.size()) {
+      text.replace(at, 7, city);
+    }
+    texts.emplace_back(texts[i].first, "Text é\n" + text + "\nMore. ");
+    texts.emplace_back(texts[i].first, std::move(text));
+  }
+  for (int round = 0; round < 100; ++round) {
+    for (const auto& [style, original] : texts) {
+      const std::string text = changed(original, random);
+      const std::string whole = parts_of(format(style), text).shown();
+      const unsigned longest = 1 + random() % 30;
+      ASSERT_EQ(parts_of(format(style), text, random(), longest).shown(), whole) << text;
+    }
+  }
 }
 
 TEST(AnswerParts, TextAroundCalls) {
@@ -122,16 +216,100 @@ TEST(AnswerParts, WhatIsNoCallIsText) {
   for (const std::string text :
        {"<tool_call>{\"name\": \"other\", \"arguments\": {}}</tool_call>",
         "<tool_call>{\"name\": \"now\", \"arguments\": [1]}</tool_call>",
+        "<tool_call>{\"name\": \"now\", \"arguments\": \"1\"}</tool_call>",
         "<tool_call>{\"name\": \"now\"</tool_call>", "<tool_call>{\"name\": \"now\"",
         "<tool_call></tool_call>", "<tool_call>]</tool_call>", "a <tool_ca"}) {
     expect_parts(format(ToolStyle::hermes), text, "[][" + text + "]");
   }
   expect_parts(format(ToolStyle::json), "{1}", "[][{1}]");
+  expect_parts(format(ToolStyle::lfm), "<|tool_call_start|>[no(a=1)]<|tool_call_end|>",
+               "[][<|tool_call_start|>[no(a=1)]<|tool_call_end|>]");
+  expect_parts(format(ToolStyle::mistral), "[TOOL_CALLS]{}", "[][[TOOL_CALLS]{}]");
+  const std::string name(2000, 'n');
+  expect_parts(format(ToolStyle::mistral), "[TOOL_CALLS]" + name + "[ARGS]{}",
+               "[][[TOOL_CALLS]" + name + "[ARGS]{}]");
+}
+
+TEST(AnswerParts, CallsThatGoWrongOrAreCut) {
+  // What a call has so far remains; the rest is text.
+  expect_parts(format(ToolStyle::hermes),
+               R"(<tool_call>{"name": "now", "arguments": {"a": 1, "b" 2}}</tool_call> Yes)",
+               R"([][2}}</tool_call> Yes] now{"a":1,"b"...)");
+  expect_parts(format(ToolStyle::hermes),
+               R"(<tool_call>{"name": "now", "arguments": {"a": 1, "a": 2}}</tool_call>)",
+               R"([][": 2}}</tool_call>] now{"a":1,"a...)");
+  expect_parts(format(ToolStyle::hermes),
+               R"(<tool_call>{"name": "now", "arguments": {}}}</tool_call>)",
+               "[][}</tool_call>] now{}");
   expect_parts(format(ToolStyle::lfm), "<|tool_call_start|>[now(a=)]<|tool_call_end|>",
-               "[][<|tool_call_start|>[now(a=)]<|tool_call_end|>]");
+               "[][a=)]<|tool_call_end|>] now{...");
+  expect_parts(format(ToolStyle::coder),
+               "<tool_call><function=weather><parameter=city>\nOslo\n</parameter><parameter=city>",
+               R"([][<parameter=city>] weather{"city":"Oslo"...)");
   const std::string deep = R"({"name": "now", "arguments": {"a": )" + std::string(100, '[') +
                            std::string(100, ']') + "}}";
-  expect_parts(format(ToolStyle::json), deep, "[][" + deep + "]");
+  expect_parts(format(ToolStyle::json), deep,
+               "[][" + std::string(37, '[') + std::string(100, ']') + R"(}}] now{"a":)" +
+                   std::string(63, '[') + "...");
+  // The end of the answer drops what is not known to be an argument.
+  expect_parts(format(ToolStyle::hermes), R"(<tool_call>{"name": "now", "arguments": {"a": "x\)",
+               R"([][] now{"a":"x\...)");
+  expect_parts(format(ToolStyle::hermes), R"(<tool_call>{"name": "now", "arguments": {"a": 12)",
+               R"([][] now{"a":12...)");
+  expect_parts(format(ToolStyle::hermes), R"(<tool_call>{"name": "now", "arguments": {}, "i)",
+               "[][] now{}");
+  expect_parts(format(ToolStyle::glm), "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg",
+               R"([][] now{"a":...)");
+  expect_parts(format(ToolStyle::glm), "<tool_call>no", "[][<tool_call>no]");
+  const std::string now = R"(<tool_call>{"name": "now"}</tool_call>)";
+  for (const std::size_t count : {20U, 27U, 30U, 38U, 50U, 60U}) {
+    expect_parts(format(ToolStyle::hermes), (now + now).substr(0, count),
+                 count < 26 ? "[][" + now.substr(0, count) + "]" : "[][] now{}");
+  }
+}
+
+TEST(AnswerParts, ArgumentsAreThoseOfTheText) {
+  // Numbers and strings stay as they are written, in JSON; the marks may be in strings.
+  expect_parts(
+      format(ToolStyle::hermes),
+      R"(<tool_call>{"arguments": {"a": "</tool_call>\u00e9", "b": 1.0E2}, "name": "now"}</tool_call>)",
+      R"([][] now{"a":"</tool_call>\u00e9","b":1.0E2})");
+  expect_parts(
+      format(ToolStyle::hermes),
+      R"(<tool_call>{"id": [1, "}"], "name": "now", "more": -0.5, "parameters": {}}</tool_call>)",
+      "[][] now{}");
+  expect_parts(format(ToolStyle::coder),
+               "<tool_call><function=weather><parameter=city>\n\nA \"b\"\n\n</parameter>"
+               "<parameter=days>\n[1, {}]\n</parameter><parameter=other>\nx y\n</parameter>"
+               "</function></tool_call>",
+               R"([][] weather{"city":"\nA \"b\"\n","days":[1,{}],"other":"x y"})");
+  expect_parts(format(ToolStyle::glm),
+               "<tool_call>weather<arg_key>city</arg_key><arg_value>\n</arg_value>"
+               "<arg_key>days</arg_key><arg_value> 3 </arg_value></tool_call>",
+               R"([][] weather{"city":"\n","days":3})");
+  expect_parts(
+      format(ToolStyle::lfm),
+      R"(<|tool_call_start|>[now(a='it\'s "\d\x41\u00e9"', b=None, c=[1, {"d": True}])]<|tool_call_end|>)",
+      R"([][True}])]<|tool_call_end|>] now{"a":"it's \"\\d\u0041\u00e9\"","b":null,"c":[1,{"d":...)");
+  expect_parts(format(ToolStyle::lfm), "<|tool_call_start|>[now(a = -1.5, b={}), now(c='\n')]",
+               R"([][] now{"a":-1.5,"b":{}} now{"c":"\n"})");
+}
+
+TEST(AnswerParts, BeginningsOfJson) {
+  const std::pair<const char*, const char*> texts[] = {
+      {R"({"a":1,"b":12)", R"({"a":1})"},       {R"({"a":1,"b":[12,)", R"({"a":1,"b":[12]})"},
+      {R"({"a":{"b":"x)", R"({"a":{}})"},       {R"({"a":{"b":"x"},"c)", R"({"a":{"b":"x"}})"},
+      {R"({"a":[true,fal)", R"({"a":[true]})"}, {"{", "{}"},
+      {R"({"a":1.5})", R"({"a":1.5})"}};
+  for (const auto& [text, closed] : texts) EXPECT_EQ(closed_json(text), closed);
+  EXPECT_EQ(compact_json(" [1, -0.5e+3, \"a b\", {} ] "), "[1,-0.5e+3,\"a b\",{}]");
+  EXPECT_EQ(compact_json("10"), "10");
+  for (const char* const text :
+       {"", "01", "1.", "-", "[1,]", "{\"a\":1,}", "tru", "\"\\ud83d\"", "\"\\ude00\"", "\"\\x\"",
+        "[1] 2", "{\"a\":1,\"\\u0061\":2}", "1e", "{1:2}", "\"\n\"", "[1}", "+1"}) {
+    EXPECT_FALSE(compact_json(text)) << text;
+    EXPECT_FALSE(OrderedJson::accept(text) && std::string(text).find("u0061") == std::string::npos);
+  }
 }
 
 TEST(AnswerParts, Thoughts) {

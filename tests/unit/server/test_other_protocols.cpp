@@ -137,16 +137,27 @@ TEST(OtherProtocols, MessagesHaveBlocks) {
   stream += writer->end(0, ending);
   stream += writer->finish({ending});
   std::string thoughts, said, input;
+  int pieces = 0;
   for (const OrderedJson& event : events_of(stream)) {
     if (event.at("type") != "content_block_delta") continue;
     const OrderedJson& delta = event.at("delta");
     thoughts += delta.value("thinking", "");
     said += delta.value("text", "");
     input += delta.value("partial_json", "");
+    pieces += static_cast<int>(delta.contains("partial_json"));
   }
+  EXPECT_EQ(pieces, 13);
   EXPECT_EQ(thoughts, "Hm.");
   EXPECT_EQ(said, "Well.");
   EXPECT_EQ(input, R"({"z":1,"a":2})");
+  // The input of a cut call has what is whole of it.
+  ending.reason = EndReason::max_new_tokens;
+  const std::string cut = R"(</think><tool_call>{"name": "now", "arguments": {"z": 1, "a": "x)";
+  const OrderedJson cut_message =
+      parsed(ReplyWriter::make(request, model, 7, 0)->body({{cut, {}, ending}}));
+  EXPECT_EQ(cut_message.at("content").back().at("input").dump(), R"({"z":1})");
+  EXPECT_EQ(cut_message.at("stop_reason"), "max_tokens");
+  ending.reason = EndReason::stop_id;
   EXPECT_EQ(events_of(writer->sign()).front().at("type"), "ping");
   const auto silent = ReplyWriter::make(request, model, 7, 0);
   std::string sign = silent->sign();
@@ -192,6 +203,18 @@ TEST(OtherProtocols, ResponsesHaveItemsAndAreStored) {
   EXPECT_EQ(output[0]["content"][0].dump(), R"({"type":"reasoning_text","text":"Hm."})");
   EXPECT_EQ(output[1]["content"][0]["text"], "Well.");
   EXPECT_EQ(output[2]["arguments"], R"({"z":3})");
+  std::string arguments;
+  for (const OrderedJson& event : events) {
+    if (event.at("type") == "response.function_call_arguments.delta") {
+      EXPECT_EQ(event.at("item_id"), output[2]["id"]);
+      EXPECT_EQ(event.at("delta").get_ref<const std::string&>().size(), 1U);
+      arguments += event.at("delta").get_ref<const std::string&>();
+    }
+    if (event.at("type") == "response.function_call_arguments.done") {
+      EXPECT_EQ(event.at("arguments"), arguments);
+    }
+  }
+  EXPECT_EQ(arguments, R"({"z":3})");
   const std::string id = last.at("response").at("id").get<std::string>();
   const auto stored = model.responses->find(id);
   ASSERT_TRUE(stored);
@@ -212,6 +235,28 @@ TEST(OtherProtocols, ResponsesHaveItemsAndAreStored) {
   EXPECT_EQ(prompt_of(next), prompt_of(repeated));
   next["previous_response_id"] = "resp_other";
   EXPECT_THROW(prompt_of(next), BadRequest);
+}
+
+TEST(OtherProtocols, ACutCallIsIncomplete) {
+  ServedModel model = served_with_tools();
+  model.responses = std::make_shared<ResponseStore>(1 << 20, 8);
+  const ApiRequest request = parse_request(response_text, Endpoint::responses, model);
+  Ending ending;
+  ending.reason = EndReason::max_new_tokens;
+  const std::string text = R"(</think><tool_call>{"name": "now", "arguments": {"z": 3, "a")";
+  const OrderedJson response =
+      parsed(ReplyWriter::make(request, model, 7, 11)->body({{text, {}, ending}}));
+  const OrderedJson& call = response.at("output").back();
+  EXPECT_EQ(call.at("status"), "incomplete");
+  EXPECT_EQ(call.at("arguments"), R"({"z":3,"a")");
+  // The conversation goes on with what is whole of the arguments.
+  OrderedJson next = parsed(response_text);
+  next["input"] = OrderedJson::array(
+      {{{"type", "function_call_output"}, {"call_id", call["call_id"]}, {"output", "6"}}});
+  next["previous_response_id"] = response.at("id");
+  const ApiRequest second = parse_request(next.dump(), Endpoint::responses, model);
+  EXPECT_NE(text_of(second.generations[0].prompt, model).find(R"(now {"z": 3}<)"),
+            std::string::npos);
 }
 
 TEST(OtherProtocols, TheStoreDropsTheLeastRecentlyUsed) {

@@ -459,10 +459,33 @@ TEST(Protocol, RepliesHaveCallsAndThoughts) {
     if (!choice["finish_reason"].is_null()) reasons.push_back(choice["finish_reason"]);
   }
   EXPECT_EQ(thoughts, "Hm.");
-  ASSERT_EQ(calls.size(), 1U);
-  EXPECT_EQ(calls[0]["index"], 0);
-  EXPECT_EQ(calls[0]["function"], whole["message"]["tool_calls"][0]["function"]);
+  // The name comes first, then one event for each new piece of the arguments.
+  ASSERT_EQ(calls.size(), 1U + std::string(R"({"a":2})").size());
+  const Json& first = whole["message"]["tool_calls"][0];
+  EXPECT_EQ(calls[0]["id"], first["id"]);
+  EXPECT_EQ(calls[0]["function"], Json({{"name", "now"}, {"arguments", ""}}));
+  std::string arguments;
+  for (const Json& call : calls) {
+    EXPECT_EQ(call["index"], 0);
+    EXPECT_EQ(call.contains("id"), arguments.empty() && &call == &calls[0]);
+    arguments += call["function"]["arguments"].get_ref<const std::string&>();
+  }
+  EXPECT_EQ(arguments, first["function"]["arguments"]);
   EXPECT_EQ(reasons, Json({"tool_calls"}));
+}
+
+TEST(Protocol, ACutCallIsNoReasonToCallTools) {
+  const ServedModel model = served_with_tools();
+  const ApiRequest request = parse_request(std::string(tool_body) + "}", Endpoint::chat, model);
+  Ending ending;
+  ending.reason = EndReason::max_new_tokens;
+  const std::string text = R"(<tool_call>{"name": "now", "arguments": {"a": 2, "b": "x)";
+  const auto writer = ReplyWriter::make(request, model, 7, 1700000000);
+  const Json whole = Json::parse(writer->body({{text, {}, ending}}))["choices"][0];
+  EXPECT_EQ(whole["finish_reason"], "length");
+  EXPECT_EQ(whole["message"]["tool_calls"][0]["function"]["arguments"], R"({"a":2,"b":"x)");
+  writer->piece(0, text, {});
+  EXPECT_NE(writer->end(0, ending).find(R"("finish_reason":"length")"), std::string::npos);
 }
 
 TEST(Protocol, SegmentsAreTheRenderedConversation) {

@@ -14,6 +14,8 @@ constexpr std::size_t most_bytes = std::size_t{32} << 20;
 // Some 0.1 s of a core for what follows one state, and thrice that for a step, which waits for it.
 constexpr std::size_t most_visits = 10'000'000;
 constexpr std::size_t most_visits_of_step = 3 * most_visits;
+// What an answer may add for each of its bytes: no grammar slows all steps down.
+constexpr std::size_t visits_of_byte = 500'000;
 constexpr std::int64_t most_counted = 0xFFFF;
 // Most tokens need fewer copies of what repeats, such as characters.
 constexpr std::size_t small_counts = 16;
@@ -191,7 +193,8 @@ void TokenMasks::allow_items(Recogniser& recogniser, const std::vector<Item>& it
 }
 
 void TokenMasks::allow(Recogniser& recogniser, std::vector<std::uint64_t>& bits) const {
-  const std::size_t most_work = recogniser.work() + most_visits_of_step;
+  const std::size_t most_work =
+      most_visits_of_step + std::min(recogniser.work(), visits_of_byte * recogniser.size());
   std::map<std::pair<NodeIndex, std::int64_t>, std::vector<Item>> groups;
   for (const Item& item : recogniser) {
     const Node& node = m_automaton.nodes[item.node];

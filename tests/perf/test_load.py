@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "perf"))
 
 import load  # noqa: E402
 import shapes  # noqa: E402
+import soak  # noqa: E402
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -154,6 +155,44 @@ class Prompts(unittest.TestCase):
         tokens, special = shapes.vocabulary({"vocab_size": 400, "eos_token_id": [390]})
         self.assertEqual((len(tokens), len(set(tokens))), (400, 400))
         self.assertEqual([tokens[i] for i in (ord("a"), 388, 389, 390)], ["a", *special])
+
+
+class Soak(unittest.TestCase):
+    def test_requests(self):
+        """They are JSON, and functions of seed, client and number."""
+        made = [[json.dumps(traffic.request(kind)) for kind in soak.KINDS for _ in range(20)]
+                for traffic in (soak.Traffic(None, seed, 0, 32, 500) for seed in (1, 1, 2))]
+        self.assertEqual(made[0], made[1])
+        self.assertNotEqual(made[0], made[2])
+
+    def test_pause(self):
+        """No client sends a request until all have seen the pause and its end."""
+        pause, sent, ends = soak.Pause(4), [], threading.Event()
+
+        def client():
+            while not ends.is_set():
+                pause.pass_by()
+                sent.append(1)
+                time.sleep(0.001)
+
+        threads = [threading.Thread(target=client) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            pause.begin()
+            count = len(sent)
+            time.sleep(0.05)
+            self.assertEqual(len(sent), count)
+            pause.end()
+            while len(sent) == count:
+                time.sleep(0.001)
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+    def test_growth(self):
+        rows = [{"minute": minute, "resident": 100 + minute, "descriptors": 5, "threads": 6} for minute in (1, 4.8, 6, 30)]
+        self.assertEqual({name: round(value, 1) for name, value in soak.growth(rows).items()}, {"resident": 25.2, "descriptors": 0, "threads": 0})
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ TEST(TokenMasks, AllowTheTokensWhoseBytesMayFollow) {
   vocabulary.push_back("abcabcabcabc");
   vocabulary.push_back("d");
   const TokenTrie trie(vocabulary);
-  int allowed = 0, forbidden = 0;
+  int allowed = 0, forbidden = 0, too_ambiguous = 0;
   for (unsigned seed = 0; seed < 150; ++seed) {
     RandomGrammar random(seed);
     const std::optional<Automaton> automaton =
@@ -162,7 +162,12 @@ TEST(TokenMasks, AllowTheTokensWhoseBytesMayFollow) {
     Recogniser recogniser(*automaton);
     for (int step = 0; step < 8; ++step) {
       std::vector<std::uint64_t> bits((vocabulary.size() + 63) / 64, 0);
-      masks.allow(recogniser, bits);
+      try {
+        masks.allow(recogniser, bits);
+      } catch (const Error&) {
+        ++too_ambiguous;
+        break;
+      }
       std::vector<std::size_t> following;
       for (std::size_t token = 0; token < vocabulary.size(); ++token) {
         Recogniser copy = recogniser;
@@ -179,6 +184,7 @@ TEST(TokenMasks, AllowTheTokensWhoseBytesMayFollow) {
   }
   EXPECT_GT(allowed, 1000);
   EXPECT_GT(forbidden, 2000);
+  EXPECT_LT(too_ambiguous, 3);
 }
 
 }  // namespace

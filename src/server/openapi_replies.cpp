@@ -44,9 +44,14 @@ const char* const openapi_replies = R"json(
     "texts": {"type": "array", "items": {"type": "string"}}, "rows": {"type": "array", "items": {"type": "integer"}},
     "full": {"type": "integer"}}}}},
 "ToolCall": {"type": "object", "required": ["id", "type", "function"], "properties": {
-  "index": {"type": "integer", "description": "In a stream."}, "id": {"type": "string"}, "type": {"const": "function"},
+  "id": {"type": "string"}, "type": {"const": "function"},
   "function": {"type": "object", "required": ["name", "arguments"], "properties": {
-    "name": {"type": "string"}, "arguments": {"type": "string", "description": "The text of a JSON object."}}}}},
+    "name": {"type": "string"},
+    "arguments": {"type": "string", "description": "The text of a JSON object, or its beginning if the answer ends in the call."}}}}},
+"ToolCallPiece": {"type": "object", "required": ["index", "function"], "description": "The first piece of a call has its id, type and name.", "properties": {
+  "index": {"type": "integer"}, "id": {"type": "string"}, "type": {"const": "function"},
+  "function": {"type": "object", "required": ["arguments"], "properties": {
+    "name": {"type": "string"}, "arguments": {"type": "string", "description": "A piece of the text."}}}}},
 "TokenLogprob": {"type": "object", "required": ["token", "logprob", "bytes"], "properties": {
   "token": {"type": "string"}, "logprob": {"type": "number"}, "bytes": {"type": "array", "items": {"type": "integer"}},
   "top_logprobs": {"type": "array", "items": {"$ref": "#/components/schemas/TokenLogprob"}}}},
@@ -75,7 +80,7 @@ const char* const openapi_replies = R"json(
     "index": {"type": "integer"},
     "delta": {"type": "object", "properties": {
       "role": {"const": "assistant"}, "content": {"type": "string"}, "reasoning_content": {"type": "string"},
-      "tool_calls": {"type": "array", "items": {"$ref": "#/components/schemas/ToolCall"}}}},
+      "tool_calls": {"type": "array", "items": {"$ref": "#/components/schemas/ToolCallPiece"}}}},
     "logprobs": {"$ref": "#/components/schemas/ChatLogprobs"},
     "finish_reason": {"$ref": "#/components/schemas/FinishReason"}, "kvzap": {"$ref": "#/components/schemas/Pruned"}}}},
   "prompt_progress": {"$ref": "#/components/schemas/Progress"},
@@ -95,7 +100,7 @@ const char* const openapi_replies = R"json(
   "incomplete_details": {"type": ["object", "null"], "properties": {"reason": {"const": "max_output_tokens"}}},
   "model": {"type": "string"},
   "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "status"], "properties": {
-    "id": {"type": "string"}, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": {"enum": ["in_progress", "completed"]},
+    "id": {"type": "string"}, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": {"enum": ["in_progress", "completed", "incomplete"]},
     "role": {"const": "assistant"}, "summary": {"type": "array"}, "call_id": {"type": "string"}, "name": {"type": "string"},
     "arguments": {"type": "string"},
     "content": {"type": "array", "items": {"type": "object", "required": ["type", "text"], "properties": {

@@ -88,6 +88,7 @@ void Answering::reply_whole() {
     auto& answer = m_answers[static_cast<std::size_t>(event.choice)];
     answer.text += event.text;
     std::move(event.tokens.begin(), event.tokens.end(), std::back_inserter(answer.tokens));
+    if (!event.embedding.empty()) answer.embedding = std::move(event.embedding);
     if (event.ending) answer.ending = *event.ending;
   }
   const auto error = m_exchange->error();

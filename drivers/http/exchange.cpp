@@ -69,6 +69,13 @@ void Exchange::on_prompt(int choice, const std::vector<TokenId>& tokens,
   add(std::move(event));
 }
 
+void Exchange::on_embedding(int choice, std::vector<float> vector) {
+  Event event;
+  event.choice = choice;
+  event.embedding = std::move(vector);
+  add(std::move(event));
+}
+
 void Exchange::on_end(int choice, const server::Ending& ending) {
   auto& text = m_texts[static_cast<std::size_t>(choice)];
   Event event;

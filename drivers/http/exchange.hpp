@@ -24,6 +24,7 @@ class Exchange {
     std::vector<server::TokenText> tokens;
     std::optional<server::Ending> ending;
     std::optional<server::PromptProgress> progress;
+    std::vector<float> embedding = {};
   };
 
   /// `wake`: called on the scheduler's thread when there is something to take, once until `take`.
@@ -35,6 +36,7 @@ class Exchange {
   bool on_token(int choice, TokenId token, const server::TokenLogprobs* logprobs);
   void on_prompt(int choice, const std::vector<TokenId>& tokens,
                  const std::vector<std::optional<server::TokenLogprobs>>& logprobs);
+  void on_embedding(int choice, std::vector<float> vector);
   void on_end(int choice, const server::Ending& ending);
   void on_error(const std::string& what, bool is_servers);
 
@@ -81,6 +83,9 @@ class PromptListener final : public server::Listener {
     for (int choice = 0; choice < m_choices; ++choice) {
       m_exchange->on_prompt(m_first + choice, tokens, logprobs);
     }
+  }
+  void on_embedding(std::vector<float> vector) override {
+    m_exchange->on_embedding(m_first, std::move(vector));
   }
   void on_end(int choice, const server::Ending& ending) override {
     m_exchange->on_end(m_first + choice, ending);

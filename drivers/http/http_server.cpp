@@ -42,13 +42,20 @@ constexpr std::int64_t all_bodies = std::int64_t{512} << 20;
 // For answers in progress when the server ends.
 constexpr double last_seconds = 10;
 
+/// The prompts that a request to a path may have.
+std::int64_t most_prompts(const ServedModel& model, const std::string& path) {
+  const Path* const found = path_of(path);
+  if (!found || !found->endpoint) return 1;
+  if (server::embeds(*found->endpoint)) return model.max_inputs + 1;
+  return *found->endpoint == server::Endpoint::completions ? model.max_prompts : 1;
+}
+
 /// Bytes of a body that can have prompts which fit the context. In JSON a byte takes up to 6.
-double longest_prompts(const ServedModel& model, bool has_several) {
+double longest_prompts(const ServedModel& model, std::int64_t prompts) {
   if (model.max_tokens <= 0 || model.longest_token == 0) return largest_body;
   constexpr double escaped = 6, other_fields = 1 << 20;
   return escaped * static_cast<double>(model.max_tokens) *
-             static_cast<double>(model.longest_token) *
-             static_cast<double>(has_several ? model.max_prompts : 1) +
+             static_cast<double>(model.longest_token) * static_cast<double>(prompts) +
          other_fields;
 }
 
@@ -200,7 +207,7 @@ std::optional<Reply> HttpServer::Impl::judge_size(const Request& request, std::u
     return error_reply(too_large, fmt::format("the body is larger than {} bytes", largest_body));
   }
   if (m_scheduler == nullptr) return {};
-  const double most = longest_prompts(*m_model, request.path == "/v1/completions");
+  const double most = longest_prompts(*m_model, most_prompts(*m_model, request.path));
   if (static_cast<double>(bytes) <= most) return {};
   return refusal(bad_request,
                  fmt::format("the body has more than {:.0f} bytes; the context of {} tokens cannot "

@@ -27,6 +27,9 @@ const std::vector<Path>& paths() {
       {one_response, Methods::get_and_delete, true},
       {"/v1/messages", Methods::post, false, Endpoint::messages},
       {"/v1/messages/count_tokens", Methods::post},
+      {"/v1/embeddings", Methods::post, false, Endpoint::embeddings},
+      {"/v1/score", Methods::post, false, Endpoint::score},
+      {"/v1/rerank", Methods::post, false, Endpoint::rerank},
       {"/tokenize", Methods::post},
       {"/detokenize", Methods::post}};
   return all;
@@ -48,7 +51,11 @@ std::string meant_path(std::string path) {
       {"/api/chat", "/v1/chat/completions"},  // Ollama
       {"/api/generate", "/v1/completions"},
       {"/api/tags", "/v1/models"},
+      {"/api/embed", "/v1/embeddings"},
       {"/completion", "/v1/completions"},  // llama.cpp
+      {"/embedding", "/v1/embeddings"},
+      {"/reranking", "/v1/rerank"},
+      {"/v2/rerank", "/v1/rerank"},  // vLLM
       // A client of Anthropic's protocol whose base URL ends with /v1.
       {"/v1/v1/messages", "/v1/messages"}};
   if (const auto found = others.find(path); found != others.end()) return found->second;
@@ -97,9 +104,6 @@ std::vector<server::OpenApiPath> described_paths(bool has_keys) {
 }
 
 std::string unknown_path(const std::string& path) {
-  if (path == "/v1/embeddings") {
-    return "/v1/embeddings is not supported: a step of the engine gives logits, not hidden states";
-  }
   const std::string meant = meant_path(path);
   return meant.empty() ? "unknown path; expected one of OpenAI's, as /v1/chat/completions"
                        : "unknown path; expected " + meant;

@@ -12,9 +12,9 @@ void OutputBlock::reserve(Step& step) {
   const std::int64_t vocabulary = step.config.vocab_size;
   const std::int64_t local = step.model.weights().output_head.outputs();
   const StepOutputs& outputs = step.outputs;
-  step.reserve(Step::projected, outputs.count() * local);
+  step.reserve(Step::projected, outputs.n_head() * local);
   step.reserve(Step::mixed, outputs.count() * hidden);
-  step.reserve(Step::gates, outputs.count() * step.model.weights().output_map.outputs());
+  step.reserve(Step::gates, outputs.n_head() * step.model.weights().output_map.outputs());
   if (!outputs.are_consecutive()) {
     base::reserve_scratch(m_rows, outputs.count() * hidden, "kvzap::decoder::last_rows");
     base::reserve_scratch(m_added, outputs.count() * hidden, "kvzap::decoder::last_added");
@@ -22,15 +22,16 @@ void OutputBlock::reserve(Step& step) {
   }
   base::reserve_scratch(m_argmax, outputs.n_argmax, "kvzap::decoder::argmax");
   m_argmax_keys.resize(outputs.n_argmax + 1);
-  m_local_logits.resize(outputs.n_logits() * local);
+  m_local_logits.resize(outputs.n_logits * local);
+  m_hidden.resize(step.comm.is_root() ? outputs.n_hidden() * hidden : 0);
   const int ranks = step.comm.size();
   if (step.comm.is_root()) {
-    m_gathered_logits.resize(ranks > 1 ? outputs.n_logits() * vocabulary : 0);
+    m_gathered_logits.resize(ranks > 1 ? outputs.n_logits * vocabulary : 0);
   }
   m_logit_counts.resize(ranks);
   for (int r = 0; r < ranks; ++r) {
     const auto [begin, end] = even_range(vocabulary, ranks, r);
-    m_logit_counts[r] = outputs.n_logits() * (end - begin);
+    m_logit_counts[r] = outputs.n_logits * (end - begin);
   }
   m_results.clear();
   m_results.resize(step.spans().size());
@@ -40,7 +41,11 @@ void OutputBlock::reserve(Step& step) {
   for (std::int64_t o = outputs.n_argmax, end = o; o < outputs.count(); o = end) {
     const std::int64_t span = outputs.spans[o];
     while (end < outputs.count() && outputs.spans[end] == span) ++end;
-    m_results[span].logits.resize((end - o) * vocabulary);
+    if (o < outputs.n_head()) {
+      m_results[span].logits.resize((end - o) * vocabulary);
+    } else {
+      m_results[span].hidden.reserve((end - o) * hidden);
+    }
   }
 }
 
@@ -63,8 +68,26 @@ std::vector<StepResult> OutputBlock::run(Step& step) {
       result.all_argmax.push_back(result.argmax);
     }
   }
-  if (outputs.n_logits() > 0) gather_logits(step);
+  if (outputs.n_logits > 0) gather_logits(step);
+  if (step.comm.is_root()) {
+    auto state = m_hidden.begin();
+    for (std::int64_t o = outputs.n_head(); o < outputs.count(); ++o) {
+      std::vector<float>& own = m_results[outputs.spans[o]].hidden;
+      own.insert(own.end(), state, state + step.config.hidden_size);
+      state += step.config.hidden_size;
+    }
+  }
   return std::move(m_results);
+}
+
+// Copies the rows whose hidden states are asked for to the host.
+void OutputBlock::read_hidden(const Step& step, const Matrix& normed) {
+  const StepOutputs& outputs = step.outputs;
+  if (m_hidden.empty()) return;
+  base::fence(step.exec, "kvzap::decoder: the host reads hidden states");
+  Kokkos::deep_copy(Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace>(
+                        m_hidden.data(), outputs.n_hidden(), step.config.hidden_size),
+                    Kokkos::subview(normed, range(outputs.n_head(), outputs.count()), Kokkos::ALL));
 }
 
 // Computes this rank's part of the logits, and copies them, or their argmax, to the host.
@@ -73,29 +96,33 @@ void OutputBlock::compute(Step& step) {
   const ModelConfig& config = step.config;
   const Model::Weights& weights = step.model.weights();
   const std::vector<std::int64_t>& rows = step.outputs.rows;
-  const std::int64_t outputs = step.outputs.count(), n_argmax = step.outputs.n_argmax;
+  const std::int64_t all = step.outputs.count(), n_argmax = step.outputs.n_argmax;
+  const std::int64_t outputs = step.outputs.n_head();
   const std::int64_t local = weights.output_head.outputs();
   const bool adds = step.pending.extent(0) > 0;
   Matrix last, added;
   if (step.outputs.are_consecutive()) {
-    const auto own = range(rows.front(), rows.front() + outputs);
+    const auto own = range(rows.front(), rows.front() + all);
     last = Kokkos::subview(step.h, own, Kokkos::ALL);
     if (adds) added = Kokkos::subview(step.pending, own, Kokkos::ALL);
   } else {
-    Kokkos::deep_copy(Kokkos::subview(m_device_rows, range(0, outputs)),
-                      Kokkos::View<const std::int64_t*, Kokkos::HostSpace>(rows.data(), outputs));
-    last = Matrix(m_rows.data(), outputs, config.hidden_size);
+    Kokkos::deep_copy(Kokkos::subview(m_device_rows, range(0, all)),
+                      Kokkos::View<const std::int64_t*, Kokkos::HostSpace>(rows.data(), all));
+    last = Matrix(m_rows.data(), all, config.hidden_size);
     gather_rows(exec, step.h, m_device_rows, last);
     if (adds) {
-      added = Matrix(m_added.data(), outputs, config.hidden_size);
+      added = Matrix(m_added.data(), all, config.hidden_size);
       gather_rows(exec, step.pending, m_device_rows, added);
     }
   }
-  const Matrix x = step.matrix(Step::mixed, outputs, config.hidden_size);
+  const Matrix normed = step.matrix(Step::mixed, all, config.hidden_size);
+  auto rounded = step.linear.room_for_rounded(step.model.dtype(), all, config.hidden_size);
+  if (outputs < all) rounded = linalg::RoundedRows();  // the product takes some of the rows
+  add_and_norm(exec, last, added, norm_of(config, weights.final_norm), normed, rounded);
+  read_hidden(step, normed);
+  if (outputs == 0) return;
+  const Matrix x = Kokkos::subview(normed, range(0, outputs), Kokkos::ALL);
   const Matrix y = step.matrix(Step::projected, outputs, local);
-  const auto rounded =
-      step.linear.room_for_rounded(step.model.dtype(), outputs, config.hidden_size);
-  add_and_norm(exec, last, added, norm_of(config, weights.final_norm), x, rounded);
   if (weights.output_map.outputs() > 0) {
     const Matrix mapped = step.matrix(Step::gates, outputs, config.hidden_size);
     step.linear(exec, x, rounded, weights.output_map, {}, mapped);
@@ -135,7 +162,7 @@ void OutputBlock::gather_logits(const Step& step) {
   for (int r = 0; r < step.comm.size(); ++r) {
     const auto [begin, end] = even_range(vocabulary, step.comm.size(), r);
     std::int64_t last = -1, row = 0;  // the span, and the output among its own
-    for (std::int64_t o = outputs.n_argmax; o < outputs.count(); ++o) {
+    for (std::int64_t o = outputs.n_argmax; o < outputs.n_head(); ++o) {
       const std::int64_t span = outputs.spans[o];
       row = span == last ? row + 1 : 0;
       last = span;

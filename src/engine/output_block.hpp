@@ -9,19 +9,22 @@ class OutputBlock {
  public:
   void reserve(Step& step);
   /// Returns the results of the step's spans: for the last token, or for each token. Argmaxes are
-  /// reduced over ranks; logits are gathered on rank 0. Only these leave a device. Collective;
-  /// throws on every rank if any rank has failed in the step.
+  /// reduced over ranks; logits are gathered on rank 0; hidden states are equal on all ranks, and
+  /// rank 0 returns its own. Only these leave a device. Collective; throws on every rank if any
+  /// rank has failed in the step.
   std::vector<StepResult> run(Step& step);
   void release() { m_rows = m_added = {}; }
 
  private:
   void compute(Step& step);
+  void read_hidden(const Step& step, const linalg::Matrix& normed);
   void gather_logits(const Step& step);
 
   linalg::Vector m_rows, m_added;  // rows of Step::h and Step::pending that are not consecutive
   Kokkos::View<std::int64_t*, MemorySpace> m_device_rows, m_argmax;
   std::vector<std::int64_t> m_argmax_keys;  // (output), then the step's outcome
   std::vector<float> m_local_logits, m_gathered_logits;
+  std::vector<float> m_hidden;               // (output, hidden), on rank 0
   std::vector<std::int64_t> m_logit_counts;  // of each rank
   std::vector<StepResult> m_results;
   std::vector<SequenceId> m_sequences;

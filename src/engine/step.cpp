@@ -8,27 +8,44 @@
 
 namespace kvzap::engine {
 
+namespace {
+
+bool is_argmax(StepOutput output) {
+  return output == StepOutput::argmax || output == StepOutput::all_argmax;
+}
+
+bool is_hidden(StepOutput output) {
+  return output == StepOutput::hidden || output == StepOutput::all_hidden;
+}
+
+bool is_each(StepOutput output) {
+  return output == StepOutput::all_argmax || output == StepOutput::all_logits ||
+         output == StepOutput::all_hidden;
+}
+
+}  // namespace
+
 void StepOutputs::list(const StepBatch& batch) {
   const auto n_spans = static_cast<std::int64_t>(batch.spans().size());
   spans.clear();
   rows.clear();
-  for (const bool by_logits : {false, true}) {
+  // Returns the number of rows that it has added.
+  const auto add = [&](const auto& is_kind) {
+    const std::int64_t before = count();
     for (std::int64_t s = 0; s < n_spans; ++s) {
       const StepBatch::Span& span = batch.spans()[s];
-      if (span.output == StepOutput::none) continue;
-      const bool is_argmax =
-          span.output == StepOutput::argmax || span.output == StepOutput::all_argmax;
-      if (is_argmax == by_logits) continue;
+      if (span.output == StepOutput::none || !is_kind(span.output)) continue;
       const std::int64_t end = span.first + span.count;
-      const bool is_each =
-          span.output == StepOutput::all_logits || span.output == StepOutput::all_argmax;
-      for (std::int64_t row = is_each ? span.first : end - 1; row < end; ++row) {
+      for (std::int64_t row = is_each(span.output) ? span.first : end - 1; row < end; ++row) {
         spans.push_back(s);
         rows.push_back(row);
       }
     }
-    if (!by_logits) n_argmax = count();
-  }
+    return count() - before;
+  };
+  n_argmax = add(is_argmax);
+  n_logits = add([](StepOutput output) { return !is_argmax(output) && !is_hidden(output); });
+  add(is_hidden);
 }
 
 bool StepOutputs::are_consecutive() const {

@@ -41,14 +41,16 @@ struct RowRange {
 };
 
 /// The rows of a step after which outputs are asked for, and their spans. Spans that ask for the
-/// argmax come first.
+/// argmax come first, then those that ask for logits, then those that ask for hidden states.
 struct StepOutputs {
   std::vector<std::int64_t> spans, rows;  // (output)
-  std::int64_t n_argmax = 0;
+  std::int64_t n_argmax = 0, n_logits = 0;
 
   void list(const StepBatch& batch);
   std::int64_t count() const { return static_cast<std::int64_t>(rows.size()); }
-  std::int64_t n_logits() const { return count() - n_argmax; }
+  /// Returns the number of rows that the output head reads.
+  std::int64_t n_head() const { return n_argmax + n_logits; }
+  std::int64_t n_hidden() const { return count() - n_head(); }
   /// Whether the rows are consecutive, as with one span or with single tokens.
   bool are_consecutive() const;
 };

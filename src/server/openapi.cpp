@@ -10,6 +10,7 @@
 #include "files/ascii.hpp"
 #include "files/json_file.hpp"
 #include "server/chat_form.hpp"
+#include "server/embedding_form.hpp"
 #include "server/openapi_texts.hpp"
 
 namespace kvzap::server {
@@ -21,6 +22,7 @@ std::map<std::string, Json> limits_of(const ServedModel& model) {
       {"model", model.name},
       {"choices", model.max_choices},
       {"prompts", model.max_prompts},
+      {"inputs", model.max_inputs},
       {"last_token",
        model.vocabulary > 0 ? model.vocabulary - 1 : std::numeric_limits<TokenId>::max()},
       {"seed.least", std::numeric_limits<std::int64_t>::min()},
@@ -49,6 +51,7 @@ std::map<std::string, Json> limits_of(const ServedModel& model) {
   add("keep_tokens", limits::keep_tokens);
   add("logprobs", limits::logprobs);
   add("max_tokens", limits::max_tokens);
+  add("top_n", limits::top_n);
   return values;
 }
 
@@ -105,18 +108,26 @@ void include_properties(Json& schema, const Json& schemas) {
   }
 }
 
+/// Adds fields that take the values alone that have no effect: these and `empty` ones.
+void add_unsupported(const Json& fields, const Json& empty, Json& schema) {
+  for (const auto& [name, neutral] : fields.items()) {
+    Json values = neutral;
+    for (const Json& value : empty) {
+      if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
+    }
+    schema["properties"][name] = {{"description", "Not supported."}, {"enum", std::move(values)}};
+  }
+}
+
 Json request_schemas(const ServedModel& model) {
   Json schemas = files::parse_own_json(openapi_requests);
-  constexpr const char* base = "AnswerFields";
-  for (const auto& [name, neutral] : unsupported_fields().items()) {
-    Json values = neutral;
-    for (Json empty : {Json(""), Json::array(), Json::object()}) {
-      if (std::find(values.begin(), values.end(), empty) == values.end()) values.push_back(empty);
-    }
-    schemas[base]["properties"][name] = {{"description", "Not supported."}, {"enum", values}};
-  }
+  constexpr const char *of_answers = "AnswerFields", *of_vectors = "EmbeddingFields";
+  const Json empty = {Json::array(), Json::object()};
+  add_unsupported(unsupported_embedding_fields(model), empty, schemas[of_vectors]);
+  add_unsupported(unsupported_fields(), {Json(""), empty[0], empty[1]}, schemas[of_answers]);
   for (auto& [name, schema] : schemas.items()) include_properties(schema, schemas);
-  schemas.erase(base);
+  schemas.erase(of_answers);
+  schemas.erase(of_vectors);
   set_limits(schemas, limits_of(model));
   allow_nulls(schemas);
   return schemas;

@@ -24,6 +24,12 @@ const char* const openapi_operations = R"json(
   "request": "MessagesRequest", "reply": "Message", "event": "MessagesEvent"}},
 "/v1/messages/count_tokens": {"post": {"operationId": "countTokens", "summary": "Count the tokens of a conversation (Anthropic)",
   "request": "MessagesRequest", "reply": "TokenCount"}},
+"/v1/embeddings": {"post": {"operationId": "createEmbedding", "summary": "Vectors of texts (OpenAI)",
+  "request": "EmbeddingRequest", "reply": "Embeddings"}},
+"/v1/score": {"post": {"operationId": "createScore", "summary": "Cosines of vectors of texts (vLLM)",
+  "request": "ScoreRequest", "reply": "Scores"}},
+"/v1/rerank": {"post": {"operationId": "createRanking", "summary": "Documents in the order of their cosines with a query (vLLM, Jina)",
+  "request": "RerankRequest", "reply": "Ranking"}},
 "/tokenize": {"post": {"operationId": "tokenize", "summary": "The tokens of a text", "request": "TokenizeRequest", "reply": "Tokens"}},
 "/detokenize": {"post": {"operationId": "detokenize", "summary": "The text of tokens", "request": "DetokenizeRequest", "reply": "Text"}}
 })json";

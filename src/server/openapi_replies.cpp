@@ -31,6 +31,22 @@ const char* const openapi_replies = R"json(
     "request": {"type": "integer"}, "choice": {"type": "integer"}, "phase": {"enum": ["waiting", "prefill", "decode"]},
     "tokens": {"type": "integer"}, "new_tokens": {"type": "integer"}, "evict_ratio": {"type": "number"},
     "kv_bytes": {"type": "integer"}, "full_kv_bytes": {"type": "integer"}}}}}},
+"Embeddings": {"type": "object", "required": ["object", "data", "model", "usage"], "properties": {
+  "object": {"const": "list"}, "model": {"type": "string"}, "usage": {"$ref": "#/components/schemas/Usage"},
+  "data": {"type": "array", "items": {"type": "object", "required": ["object", "index", "embedding"], "properties": {
+    "object": {"const": "embedding"}, "index": {"type": "integer"},
+    "embedding": {"description": "In base64: floats, little-endian.", "anyOf": [
+      {"type": "array", "items": {"type": "number"}}, {"type": "string"}]}}}}}},
+"Scores": {"type": "object", "required": ["id", "object", "created", "model", "data", "usage"], "properties": {
+  "id": {"type": "string"}, "object": {"const": "list"}, "created": {"type": "integer"}, "model": {"type": "string"},
+  "usage": {"$ref": "#/components/schemas/Usage"},
+  "data": {"type": "array", "items": {"type": "object", "required": ["index", "object", "score"], "properties": {
+    "index": {"type": "integer"}, "object": {"const": "score"}, "score": {"type": "number", "minimum": -1, "maximum": 1}}}}}},
+"Ranking": {"type": "object", "required": ["id", "model", "usage", "results"], "properties": {
+  "id": {"type": "string"}, "model": {"type": "string"}, "usage": {"$ref": "#/components/schemas/Usage"},
+  "results": {"type": "array", "description": "The best first.", "items": {"type": "object", "required": ["index", "relevance_score"],
+    "properties": {"index": {"type": "integer"}, "relevance_score": {"type": "number", "minimum": -1, "maximum": 1},
+      "document": {"type": "object", "properties": {"text": {"type": "string"}}}}}}}},
 "Usage": {"type": "object", "required": ["prompt_tokens", "total_tokens"], "properties": {
   "prompt_tokens": {"type": "integer"}, "completion_tokens": {"type": "integer"}, "total_tokens": {"type": "integer"},
   "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}},

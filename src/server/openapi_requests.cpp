@@ -168,6 +168,23 @@ const char* const openapi_requests = R"json(
   "prune": {"type": "string", "enum": ["none", "prefill", "always"]},
   "kv_type": {"type": "string", "description": "Type of keys and values that have left the window."},
   "return_kept": {"type": "boolean", "description": "The reply says which rows of the prompt stayed."}}},
+"EmbeddingFields": {"type": "object", "properties": {
+  "model": {"type": "string", "enum": ["@model"], "description": "The server's model. Another name has status 404."}}},
+"Inputs": {"description": "A text or token ids, or an array of these.", "anyOf": [
+  {"type": "string", "minLength": 1}, {"$ref": "#/components/schemas/TokenIds"},
+  {"type": "array", "minItems": 1, "maxItems": "@inputs",
+   "items": {"anyOf": [{"type": "string", "minLength": 1}, {"$ref": "#/components/schemas/TokenIds"}]}}]},
+"EmbeddingRequest": {"type": "object", "includes": ["EmbeddingFields"], "required": ["input"], "properties": {
+  "input": {"$ref": "#/components/schemas/Inputs"},
+  "encoding_format": {"type": "string", "enum": ["float", "base64"], "default": "float"}}},
+"ScoreRequest": {"type": "object", "includes": ["EmbeddingFields"], "required": ["text_1", "text_2"], "properties": {
+  "text_1": {"$ref": "#/components/schemas/Inputs", "description": "One, or as many as text_2 has."},
+  "text_2": {"$ref": "#/components/schemas/Inputs"}}},
+"RerankRequest": {"type": "object", "includes": ["EmbeddingFields"], "required": ["query", "documents"], "properties": {
+  "query": {"type": "string", "minLength": 1},
+  "documents": {"type": "array", "minItems": 1, "maxItems": "@inputs", "items": {"type": "string", "minLength": 1}},
+  "top_n": {"type": "integer", "minimum": "@top_n.least", "maximum": "@top_n.most", "description": "Most results; 0: all."},
+  "return_documents": {"type": "boolean", "default": true}}},
 "TokenizeRequest": {"type": "object", "required": ["content"], "properties": {
   "model": {"type": "string", "enum": ["@model"]}, "content": {"type": "string"},
   "add_special": {"type": "boolean", "default": false}}},

@@ -476,6 +476,10 @@ std::unique_ptr<ReplyWriter> ReplyWriter::make(const ApiRequest& request, const 
       return make_response_writer(request, model, id, created);
     case Endpoint::messages:
       return make_messages_writer(request, model, id);
+    case Endpoint::embeddings:
+    case Endpoint::score:
+    case Endpoint::rerank:
+      return make_embedding_writer(request, model, id, created);
     case Endpoint::chat:
     case Endpoint::completions:
       break;

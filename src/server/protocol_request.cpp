@@ -11,6 +11,7 @@
 #include "server/answer_grammar.hpp"
 #include "server/answer_parts.hpp"
 #include "server/chat_form.hpp"
+#include "server/embedding_form.hpp"
 #include "server/request_fields.hpp"
 #include "server/segments.hpp"
 #include "server/tool_request.hpp"
@@ -248,8 +249,6 @@ void check_tokens(std::int64_t count, const std::string& what, const std::string
                    context_exceeded);
 }
 
-using Prompt = std::vector<Segment>;
-
 /// Whether a prompt is an array of token ids, rather than an array of prompts.
 bool has_ids(const Json& prompt) {
   return prompt.is_array() && !prompt.empty() && prompt.front().is_number();
@@ -278,20 +277,21 @@ Prompt prompt_of(const Json& prompt, const std::string& name, const ServedModel&
   return {{Segment::Kind::context, std::move(ids), {}, true}};
 }
 
-/// Reads the field `prompt`: one prompt, or an array of prompts.
-std::vector<Prompt> prompts_of(const Json& body, const ServedModel& model,
-                               std::vector<std::string>& texts) {
-  const Json* const found = member_of(body, "prompt");
-  if (!found) throw BadRequest("prompt", "the prompt is missing");
-  if (found->is_string() || has_ids(*found)) return {prompt_of(*found, "prompt", model, texts)};
+}  // namespace
+
+std::vector<Prompt> prompts_of(const Json& body, const char* field, std::int64_t most,
+                               const ServedModel& model, std::vector<std::string>& texts) {
+  const Json* const found = member_of(body, field);
+  if (!found) throw BadRequest(field, fmt::format("the {} is missing", field));
+  if (found->is_string() || has_ids(*found)) return {prompt_of(*found, field, model, texts)};
   if (!found->is_array() || found->empty()) {
-    refuse("prompt", "a string, an array of token ids, or an array of these", *found);
+    refuse(field, "a string, an array of token ids, or an array of these", *found);
   }
-  if (static_cast<std::int64_t>(found->size()) > model.max_prompts) {
-    throw BadRequest("prompt", fmt::format("prompt is an array of {} prompts; expected at most {}",
-                                           found->size(), model.max_prompts));
+  if (static_cast<std::int64_t>(found->size()) > most) {
+    throw BadRequest(field, fmt::format("{} is an array of {} prompts; expected at most {}", field,
+                                        found->size(), most));
   }
-  const auto name = [](std::size_t i) { return fmt::format("prompt[{}]", i); };
+  const auto name = [&](std::size_t i) { return fmt::format("{}[{}]", field, i); };
   for (std::size_t i = 0; i < found->size(); ++i) {
     const Json& one = (*found)[i];
     if (one.is_string()) check_bytes(one.get_ref<const std::string&>().size(), name(i), model);
@@ -302,6 +302,8 @@ std::vector<Prompt> prompts_of(const Json& body, const ServedModel& model,
   }
   return prompts;
 }
+
+namespace {
 
 const Tokenizer& tokenizer_of(const ServedModel& model) {
   if (!model.tokenizer) throw BadRequest("", "the model has no tokenizer");
@@ -428,7 +430,7 @@ std::vector<Prompt> read_completion(const Json& json, const ServedModel& model, 
   request.echoes = bool_of(json, "echo", false);
   generation.prompt_logprobs = request.echoes && request.has_logprobs;
   set_grammar(answer_grammar(json, {}, model), request, generation);
-  return prompts_of(json, model, request.prompt_texts);
+  return prompts_of(json, "prompt", model.max_prompts, model, request.prompt_texts);
 }
 
 /// Sets the length of each answer. Throws BadRequest for a prompt without tokens and for one that
@@ -517,6 +519,7 @@ std::shared_ptr<AnswerGrammars> answer_grammars(const Tokenizer& tokenizer, std:
 ApiRequest parse_request(std::string_view body, Endpoint endpoint, const ServedModel& model) {
   files::ParsedJson parsed = object_of(body);
   check_model(parsed.value(), model);
+  if (embeds(endpoint)) return embedding_request(parsed.value(), endpoint, model);
   if (endpoint == Endpoint::chat || endpoint == Endpoint::completions) {
     return read_fields(parsed.value(), endpoint, model);
   }

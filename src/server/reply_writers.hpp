@@ -21,5 +21,9 @@ std::unique_ptr<ReplyWriter> make_response_writer(const ApiRequest& request,
 /// Of Anthropic's /v1/messages.
 std::unique_ptr<ReplyWriter> make_messages_writer(const ApiRequest& request,
                                                   const ServedModel& model, std::int64_t id);
+/// Of endpoints that compute vectors.
+std::unique_ptr<ReplyWriter> make_embedding_writer(const ApiRequest& request,
+                                                   const ServedModel& model, std::int64_t id,
+                                                   std::int64_t created);
 
 }  // namespace kvzap::server

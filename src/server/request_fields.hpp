@@ -69,6 +69,13 @@ class AskedFields {
   std::set<std::string> m_names;
 };
 
+using Prompt = std::vector<Segment>;
+
+/// Reads a field that has one prompt (a text or token ids), or an array of up to `most` of them.
+/// Adds their texts to `texts`.
+std::vector<Prompt> prompts_of(const Json& body, const char* field, std::int64_t most,
+                               const ServedModel& model, std::vector<std::string>& texts);
+
 /// Refuses a name that is not the model's.
 void check_model(const Json& body, const ServedModel& model);
 

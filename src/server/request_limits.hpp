@@ -24,6 +24,7 @@ inline constexpr Range<std::int64_t> top_k = {-1, any_int};
 inline constexpr Range<std::int64_t> best_of = {1, any_int};
 inline constexpr Range<std::int64_t> min_tokens = {0, any_count};
 inline constexpr Range<std::int64_t> keep_tokens = {1, any_count};
+inline constexpr Range<std::int64_t> top_n = {0, any_count};  // 0: all
 inline constexpr Range<std::int64_t> logprobs = {0, 20};
 // An answer ends with the context before the largest number. Completions take 0, too.
 inline constexpr Range<std::int64_t> max_tokens = {1, std::int64_t{1} << 40};

@@ -36,6 +36,9 @@ void check(const GenerationRequest& request, const SchedulerOptions& options,
     throw Error(fmt::format("the request asks for {} new tokens; expected at least 0",
                             request.max_new_tokens));
   }
+  if (request.pooling && (request.max_new_tokens != 0 || request.choices != 1)) {
+    throw Error("a vector of the prompt needs one answer without tokens");
+  }
   for (const Segment& segment : request.prompt) {
     for (const TokenId token : segment.tokens) {
       if (token >= 0 && token < vocabulary) continue;

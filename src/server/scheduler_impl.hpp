@@ -100,6 +100,7 @@ class Scheduler::Impl {
   void advance_draft(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
   void draw(Sequence& sequence, const StepResult& result);
   void begin_answers(Sequence& sequence, const StepResult& result);
+  void pool(Sequence& sequence, const StepResult& result);
   static void report_progress(const Sequence& sequence);
   bool returns_kept(const Sequence& sequence) const;
   static std::shared_ptr<const KeptTokens> kept_tokens(const Sequence& sequence,

@@ -92,6 +92,7 @@ void Sequence::rewind() {
   tokens = cached = 0;
   segment = offset = 0;
   fed = 0;
+  pooled.clear();
 }
 
 bool Sequence::skip(std::int64_t length) {

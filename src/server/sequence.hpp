@@ -68,6 +68,7 @@ struct Sequence {
   EndReason reason = EndReason::stop_id;
   double evict_ratio = 0;
   std::int64_t kv_bytes = 0, full_kv_bytes = 0;
+  std::vector<double> pooled;  // GenerationRequest::pooling, of the tokens that have run
 
   const std::vector<TokenId>& answered() const;
   const GenerationRequest& request() const { return job->request; }

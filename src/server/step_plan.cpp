@@ -30,6 +30,7 @@ StepOutput output_of(const GenerationRequest& request) {
 /// that cannot score again, after another context or an answer, leaves that of its only context.
 bool Scheduler::Impl::keeps_states(const Sequence& sequence) const {
   const Job& job = *sequence.job;
+  if (job.request.pooling) return false;  // nothing follows the prompt
   return m_options.keeps_prefixes && (job.traits.goes_on || job.has_one_context);
 }
 
@@ -57,7 +58,8 @@ bool Scheduler::Impl::leaves_whole_state(const Sequence& sequence, std::size_t s
 
 /// Returns the kept state from which a prompt can continue, or none.
 PrefixTree::Found Scheduler::Impl::best_start(const Job& job) {
-  if (job.request.prompt_logprobs) return {};  // a state has no logits
+  // A state has neither logits nor hidden states.
+  if (job.request.prompt_logprobs || job.request.pooling) return {};
   const std::int64_t most = longest_start(job.key);
   const PrefixTree::Found exact = m_tree.longest(job.key, most);
   const PrefixTree::Found cut = m_tree.longest_cut(job.key, most);
@@ -258,6 +260,11 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   const bool ends_prompt = ends_segment && sequence.segment + 1 == request.prompt.size();
   if (ends_prompt && sequence.answered().empty()) span.output = output_of(request);
   if (reports) span.output = StepOutput::all_logits;
+  if (request.pooling == Pooling::mean) {
+    span.output = StepOutput::all_hidden;
+  } else if (request.pooling) {
+    span.output = ends_prompt ? StepOutput::hidden : StepOutput::none;
+  }
   span.ends_context = ends_segment && segment.kind == Segment::Kind::context;
   plan_states(sequence, span, is_cut);
   plan.spans.push_back(std::move(span));

@@ -176,12 +176,31 @@ void Scheduler::Impl::advance(Sequence& sequence, const PlannedSpan& span,
     // Sparse prefill also keeps states within contexts, which the one at the end replaces.
     if (span.ends_context || span.part == StepPart::held) note_to_store(sequence, span.keep_as);
   }
+  if (sequence.request().pooling) pool(sequence, result);
   if (span.output == StepOutput::all_logits) {
     report_prompt(sequence, span, result);
     if (!sequence.is_prompt_run() || !sequence.answered().empty()) return;
     return begin_answers(sequence, last_of(result, m_executor.engine().config().vocab_size));
   }
   if (sequence.is_prompt_run() && sequence.answered().empty()) begin_answers(sequence, result);
+}
+
+/// Adds the hidden states of a prompt's tokens to its vector, and reports that of a whole prompt.
+void Scheduler::Impl::pool(Sequence& sequence, const StepResult& result) {
+  Job& job = *sequence.job;
+  const bool is_mean = job.request.pooling == Pooling::mean;
+  const auto size = static_cast<std::size_t>(m_executor.engine().config().hidden_size);
+  std::vector<double>& pooled = sequence.pooled;
+  pooled.resize(size);
+  for (std::size_t i = 0; i < result.hidden.size(); ++i) pooled[i % size] += result.hidden[i];
+  if (!sequence.is_prompt_run() || job.is_dead) return;
+  const double share = is_mean ? 1 / static_cast<double>(job.prompt_tokens) : 1;
+  std::vector<float> vector(size);
+  for (std::size_t i = 0; i < size; ++i) vector[i] = static_cast<float>(pooled[i] * share);
+  if (std::all_of(vector.begin(), vector.end(), [](float x) { return std::isfinite(x); })) {
+    return job.listener->on_embedding(std::move(vector));
+  }
+  fail(job, "the hidden states of the prompt are not finite", true);
 }
 
 /// Reports the log probabilities of a prompt's tokens: those of a span, except for its first, and
@@ -413,7 +432,7 @@ void Scheduler::Impl::end_answers() {
     ending.evict_ratio = report.evict_ratio();
     ending.full_kv_bytes = report.full_bytes;
     ending.kv_bytes = report.own_bytes;
-    ending.drafts = sequence.said->drafts();
+    if (sequence.said) ending.drafts = sequence.said->drafts();
     if (returns_kept(sequence)) ending.kept = kept_tokens(sequence, *counted++);
     m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
     sequence.job->listener->on_end(sequence.choice, ending);
@@ -425,7 +444,7 @@ void Scheduler::Impl::end_answers() {
       m_counts.answer_seconds.add(base::seconds_since(sequence.job->start));
       if (--sequence.job->open == 0) ++m_counts.finished;
     }
-    if (m_options.keeps_prefixes && sequence.job->traits.goes_on) {
+    if (m_options.keeps_prefixes && sequence.job->traits.goes_on && !sequence.request().pooling) {
       keep(sequence.key, sequence.handle, sequence.whole_from);
     } else {
       m_to_free.push_back(sequence.handle);

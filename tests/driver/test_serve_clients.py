@@ -115,8 +115,15 @@ class OpenAI(SharedServerTest):
         with self.assertRaises(openai.BadRequestError) as caught:
             self.client.chat.completions.create(**{**self.ask, "max_tokens": -2})
         self.assertEqual((caught.exception.param, caught.exception.status_code), ("max_tokens", 400))
-        with self.assertRaises(openai.NotFoundError):
-            self.client.embeddings.create(model="recall-4m", input="x")
+
+    def test_embeddings(self):
+        reply = self.client.embeddings.create(model="recall-4m", input=["a b", "c"])  # asks for base64
+        plain = self.client.embeddings.create(model="recall-4m", input="c", encoding_format="float")
+        self.assertEqual([one.index for one in reply.data], [0, 1])
+        self.assertEqual(len(reply.data[1].embedding), len(plain.data[0].embedding))
+        for found, expected in zip(reply.data[1].embedding, plain.data[0].embedding):
+            self.assertAlmostEqual(found, expected, delta=1e-3)
+        self.assertGreater(reply.usage.total_tokens, 2)
 
 
 @unittest.skipUnless(openai, "needs openai's client")
@@ -415,6 +422,9 @@ class OpenApi(ToolsTest):
         own = {"messages": messages, "max_tokens": 4}
         ids = self.server.post("/tokenize", {"content": "a b"})
         asked = [("/v1/chat/completions", chat), ("/v1/chat/completions", calls), ("/v1/completions", completion),
+                 ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"}),
+                 ("/v1/embeddings", {"input": [1, 2]}), ("/v1/score", {"text_1": "a", "text_2": ["a", "b"]}),
+                 ("/v1/rerank", {"query": "a", "documents": ["a", "b"], "top_n": 1}),
                  ("/v1/messages", own), ("/v1/messages/count_tokens", own), ("/detokenize", ids),
                  ("/tokenize", {"content": "a"})]
         for path, body in asked:

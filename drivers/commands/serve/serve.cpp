@@ -1,11 +1,9 @@
 #include "commands/serve/serve.hpp"
 
 #include <fmt/format.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <kvzap/engine/engine.hpp>
@@ -18,11 +16,11 @@
 #include <kvzap/server/request_policies.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <limits>
-#include <sstream>
 #include <utility>
 #include <vector>
 
 #include "commands/run/prompt.hpp"
+#include "commands/serve/api_keys.hpp"
 #include "commands/serve/store.hpp"
 #include "commands/support/generator_setup.hpp"
 #include "commands/support/model_loading.hpp"
@@ -48,7 +46,6 @@ using server::Executor;
 using server::Scheduler;
 
 constexpr int most_port = 65535;
-constexpr std::size_t longest_key = 4096;
 
 /// The bytes of --prefix-memory. 0 keeps no states, and so does the byte that it becomes.
 std::optional<std::int64_t> prefix_bytes(const ServeOptions& o) {
@@ -59,68 +56,6 @@ std::optional<std::int64_t> prefix_bytes(const ServeOptions& o) {
 /// Returns the bytes of stored responses; 0: none is stored.
 std::int64_t response_bytes(const ServeOptions& o) {
   return o.response_memory == "0" ? 0 : parse_bytes(o.response_memory, "--response-memory");
-}
-
-/// Says what keeps a line of the key file from being a key; "" if it is one.
-std::string fault_of_key(const std::string& line) {
-  if (line.rfind("\xef\xbb\xbf", 0) == 0) return "begins with a byte order mark";
-  if (line.front() == '#') return "is a comment";
-  if (line.size() > longest_key) return fmt::format("has {} bytes", line.size());
-  if (line.back() == ' ' || line.back() == '\t') return "ends with a blank";
-  const auto place =
-      std::find_if(line.begin(), line.end(), [](char c) { return c <= ' ' || c >= '\x7f'; });
-  if (place == line.end()) return {};
-  if (*place == ' ' || *place == '\t') return "has a blank";
-  return fmt::format("has the byte 0x{:02x}", static_cast<unsigned char>(*place));
-}
-
-/// Reads a file with one key per line. A pipe could keep the server waiting for ever.
-std::vector<std::string> read_keys(const std::string& file) {
-  if (file.empty()) return {};
-  constexpr std::uintmax_t most_bytes = 1 << 20;
-  if (std::filesystem::exists(file) && !std::filesystem::is_regular_file(file)) {
-    throw Error(fmt::format(
-        "--api-key-file {}: expected a regular file, found a pipe, device or folder; write the "
-        "keys to a file that only you can read",
-        file));
-  }
-  std::istringstream stream(files::read_text_file(file, most_bytes));
-  std::vector<std::string> keys;
-  std::string line;
-  for (int number = 1; std::getline(stream, line); ++number) {
-    if (!line.empty() && line.back() == '\r') line.pop_back();
-    if (line.empty()) continue;
-    if (const std::string fault = fault_of_key(line); !fault.empty()) {
-      throw Error(
-          fmt::format("--api-key-file {}: line {} {}; expected a key of up to {} printable "
-                      "characters without blanks",
-                      file, number, fault, longest_key));
-    }
-    keys.push_back(line);
-  }
-  if (keys.empty()) {
-    throw Error(fmt::format("--api-key-file {}: no key found; expected one a line", file));
-  }
-  struct stat status = {};
-  if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0) {
-    say("kvzap: warning: --api-key-file {}: other users may read the file\n",
-        files::shown_message(file));
-  }
-  return keys;
-}
-
-/// Returns the key in KVZAP_API_KEY, or "".
-std::string key_in_environment() {
-  const char* const value = std::getenv("KVZAP_API_KEY");
-  const std::string key = value ? value : "";
-  if (key.empty()) return {};
-  if (const std::string fault = fault_of_key(key); !fault.empty()) {
-    throw Error(
-        fmt::format("KVZAP_API_KEY {}; expected a key of up to {} printable characters without "
-                    "blanks",
-                    fault, longest_key));
-  }
-  return key;
 }
 
 bool has_all_origins(const ServeOptions& o) {
@@ -215,6 +150,9 @@ void Serving::check_options() {
         std::min<std::int64_t>(m_model.max_choices, m_options.scheduling.max_sequences);
     m_model.max_prompts =
         std::min<std::int64_t>(m_model.max_prompts, m_options.scheduling.max_queue);
+    m_model.max_inputs = std::min<std::int64_t>(m_model.max_inputs, m_options.scheduling.max_queue);
+    m_model.hidden_size = m_setup->config.hidden_size;
+    m_model.pooling = m_options.pooling == "mean" ? server::Pooling::mean : server::Pooling::last;
     if (const std::int64_t bytes = response_bytes(m_options)) {
       constexpr std::size_t most_responses = 4096;
       m_model.responses =
@@ -634,6 +572,13 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
                  "seconds to finish running requests after SIGTERM, SIGINT, SIGHUP or SIGUSR1; a "
                  "second signal, at least a second later, ends them after the current step")
       ->capture_default_str()
+      ->group(server);
+  app.add_option(
+         "--pooling", o.pooling,
+         "vectors of /v1/embeddings: the hidden state of the last token (last), or the mean "
+         "over all tokens (mean)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"last", "mean"}))
       ->group(server);
   app.add_option("--log-format", o.log_format,
                  "form of the line that the log has for each request: a text or a JSON object")

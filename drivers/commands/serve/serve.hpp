@@ -36,6 +36,7 @@ struct ServeOptions : EngineOptions {
   std::vector<std::string> allowed_origins;
   std::string prefix_store;  // folder; empty: none
   std::string prefix_store_size = "20GB";
+  std::string pooling = "last";            // of vectors of texts
   std::int64_t least_stored_tokens = 256;  // see PrefixStore::Options
 };
 

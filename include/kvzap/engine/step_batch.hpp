@@ -37,13 +37,16 @@ struct StepRule {
   engine::PolicyStep* policy = nullptr;
 };
 
-/// The requested output for the token after a span's last token, or after each of its tokens.
+/// The requested output for the token after a span's last token, or after each of its tokens; or
+/// the hidden states that the output head would read.
 enum class StepOutput {
   none,        // none: a chunk of a prompt that continues
   argmax,      // the token with the largest logit, on every rank; no logits leave a device
   logits,      // all logits, on rank 0
   all_logits,  // the logits after each token of the span, on rank 0
-  all_argmax   // the token with the largest logit after each token of the span, on every rank
+  all_argmax,  // the token with the largest logit after each token of the span, on every rank
+  hidden,      // the last token's hidden state after the final norm, on rank 0
+  all_hidden   // the same of each token of the span
 };
 
 /// Spans of consecutive new tokens of any length, each of another sequence. A batch can mix chunks
@@ -97,6 +100,9 @@ struct StepResult {
   std::vector<float> logits;
   /// With StepOutput::all_argmax: `argmax` after each token of the span. Otherwise empty.
   std::vector<TokenId> all_argmax;
+  /// On rank 0 if requested, otherwise empty: (hidden_size), or with StepOutput::all_hidden (tokens
+  /// of the span, hidden_size).
+  std::vector<float> hidden = {};
 
   /// Returns the result after token `index` of a span of `count` tokens, if outputs after all of
   /// them were requested.

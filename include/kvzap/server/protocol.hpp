@@ -22,6 +22,7 @@ namespace kvzap::server {
 
 class AnswerGrammars;
 struct AnswerFormat;
+struct EmbeddingForm;
 struct ResponseRequest;
 
 /// Thrown for a wrong request, which the server answers with status 400. `field`: the invalid
@@ -69,6 +70,11 @@ struct ServedModel {
   std::string policy;
   /// The fields of "kvzap" with which a request may change the amount of this policy.
   std::vector<std::string> amounts;
+  /// Of the vectors of texts, which have `hidden_size` numbers; 0: not known.
+  Pooling pooling = Pooling::last;
+  std::int64_t hidden_size = 0;
+  /// Limit on the texts of a request for vectors.
+  std::int64_t max_inputs = 1024;
 };
 
 /// Returns the bytes of the longest text that a single token stands for.
@@ -80,8 +86,15 @@ std::shared_ptr<AnswerGrammars> answer_grammars(const Tokenizer& tokenizer, std:
                                                 const std::vector<TokenId>& end_ids);
 
 /// Endpoints that answer prompts: /v1/completions, /v1/chat/completions, /v1/responses, and
-/// Anthropic's /v1/messages.
-enum class Endpoint { completions, chat, responses, messages };
+/// Anthropic's /v1/messages; and those that compute vectors of texts: /v1/embeddings, /v1/score and
+/// /v1/rerank.
+enum class Endpoint { completions, chat, responses, messages, embeddings, score, rerank };
+
+/// Whether an endpoint computes vectors of texts.
+inline bool embeds(Endpoint endpoint) {
+  return endpoint == Endpoint::embeddings || endpoint == Endpoint::score ||
+         endpoint == Endpoint::rerank;
+}
 
 /// A request to an endpoint that answers prompts. Its answers are numbered by prompt: first
 /// the `choices` answers to the first prompt, then those to the second one.
@@ -106,9 +119,11 @@ struct ApiRequest {
   bool reports_progress = false;  // of prompts, in a stream
   /// Makes the grammar of answers; see complete. Null: it is made, or they are any text.
   std::function<std::shared_ptr<const TokenGrammar>()> make_grammar;
+  /// What becomes of the prompts' vectors, for endpoints that compute them.
+  std::shared_ptr<const EmbeddingForm> embedding;
 
   /// Whether the prompt is a conversation.
-  bool is_chat() const { return endpoint != Endpoint::completions; }
+  bool is_chat() const { return endpoint != Endpoint::completions && !embeds(endpoint); }
   /// Number of answers to all prompts.
   int answers() const { return prompts * choices; }
 };
@@ -194,6 +209,7 @@ class ReplyWriter {
     std::string text;
     std::vector<TokenText> tokens;
     Ending ending;
+    std::vector<float> embedding = {};  // of the prompt, if the request asks for it
   };
   /// Returns the body of a reply that is not streamed, with all answers.
   virtual std::string body(const std::vector<Whole>& answers) = 0;

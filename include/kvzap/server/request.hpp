@@ -35,6 +35,9 @@ struct Segment {
 /// Returns the number of tokens in all segments.
 std::int64_t tokens_of(const std::vector<Segment>& prompt);
 
+/// How the hidden states of a prompt become one vector: that of its last token, or their mean.
+enum class Pooling { last, mean };
+
 /// One prompt, and how to answer it.
 struct GenerationRequest {
   /// Has at least one token.
@@ -61,6 +64,9 @@ struct GenerationRequest {
   std::string client;
   /// Whether the ending of answer 0 has Ending::kept.
   bool returns_kept = false;
+  /// Report the vector of the prompt: its hidden states after the final norm. The prompt then runs
+  /// from its beginning and leaves no state. Needs max_new_tokens = 0.
+  std::optional<Pooling> pooling = {};
 };
 
 /// Natural logarithms of probabilities, before temperature, penalties and filters.
@@ -121,6 +127,9 @@ class Listener {
   /// of a prompt has no log probability.
   virtual void on_prompt(const std::vector<TokenId>& /*tokens*/,
                          const std::vector<std::optional<TokenLogprobs>>& /*logprobs*/) {}
+  /// Receives the vector of a prompt with GenerationRequest::pooling, before its end:
+  /// (hidden_size).
+  virtual void on_embedding(std::vector<float> /*vector*/) {}
   /// Receives the end of answer `choice`.
   virtual void on_end(int choice, const Ending& ending) = 0;
   /// Receives an error. Nothing else follows. `is_servers`: the server is at fault, not the

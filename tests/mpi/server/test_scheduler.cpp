@@ -74,6 +74,7 @@ struct Heard final : Listener {
   std::vector<TokenId> prompt;
   std::vector<std::optional<TokenLogprobs>> of_prompt;
   std::vector<PromptProgress> progress;
+  std::vector<float> vector;
   std::string error;
   std::int64_t stops_after = -1;
 
@@ -93,6 +94,7 @@ struct Heard final : Listener {
     prompt.insert(prompt.end(), some.begin(), some.end());
     of_prompt.insert(of_prompt.end(), of_some.begin(), of_some.end());
   }
+  void on_embedding(std::vector<float> pooled) override { vector = std::move(pooled); }
   void on_end(int choice, const Ending& ending) override { endings[choice] = ending; }
   void on_error(const std::string& what, bool) override { error = what; }
 };
@@ -464,6 +466,70 @@ TEST_F(SchedulerTest, PromptsHaveLogProbabilities) {
       }
     }
   });
+}
+
+TEST_F(SchedulerTest, PromptsHaveVectors) {
+  std::vector<Asked> all;
+  for (int i = 0; i < 6; ++i) all.push_back({some(3 + 17 * i), {}, 0});
+  std::vector<std::vector<float>> states;  // (token, hidden)
+  const auto full = engine();
+  for (const Asked& asked : all) {
+    const SequenceId sequence = full->add_sequence();
+    states.push_back(
+        full->step(StepBatch(sequence, asked.context, StepRule(), StepOutput::all_hidden))[0]
+            .hidden);
+    full->free_sequence(sequence);
+  }
+  const std::size_t roomy = options.kv_limit;
+  const std::size_t tight = 2 * (full->bytes_per_token() * 150 + full->bytes_per_sequence());
+  for (const std::size_t limit : {roomy, tight}) {
+    options.kv_limit = limit;
+    serve([&](Scheduler& scheduler) {
+      std::vector<std::shared_ptr<Heard>> heard, others;
+      for (const Asked& asked : all) {
+        for (const Pooling pooling : {Pooling::last, Pooling::mean}) {
+          heard.push_back(std::make_shared<Heard>());
+          GenerationRequest request = request_of(asked);
+          request.pooling = pooling;
+          Pruning none;
+          none.mode = PruneMode::none;
+          request.pruning = none;
+          scheduler.submit(request, heard.back());
+          // Answers beside them.
+          others.push_back(std::make_shared<Heard>());
+          scheduler.submit(request_of({asked.context, some(3), 12}), others.back());
+          scheduler.step();
+        }
+      }
+      while (scheduler.step()) {
+      }
+      for (std::size_t i = 0; i < heard.size(); ++i) {
+        SCOPED_TRACE(i);
+        const std::vector<float>& of_tokens = states[i / 2];
+        const std::size_t tokens = all[i / 2].context.size();
+        EXPECT_EQ(heard[i]->error, "");
+        EXPECT_TRUE(heard[i]->tokens.empty());
+        ASSERT_EQ(heard[i]->vector.size(), static_cast<std::size_t>(served_hidden));
+        for (std::size_t k = 0; k < served_hidden; ++k) {
+          double sum = 0;
+          for (std::size_t t = 0; t < tokens; ++t) sum += of_tokens[t * served_hidden + k];
+          const double expected = i % 2 == 0 ? of_tokens[(tokens - 1) * served_hidden + k]
+                                             : sum / static_cast<double>(tokens);
+          EXPECT_NEAR(heard[i]->vector[k], expected, 2e-4) << k;
+        }
+        const Ending& ending = heard[i]->endings.at(0);
+        EXPECT_EQ(ending.prompt_tokens, static_cast<std::int64_t>(tokens));
+        EXPECT_EQ(ending.cached_tokens, 0);
+        EXPECT_EQ(ending.new_tokens, 0);
+        EXPECT_EQ(ending.evict_ratio, 0);
+        EXPECT_EQ(others[i]->tokens[0].size(), 12U);
+        EXPECT_TRUE(others[i]->vector.empty());
+      }
+      GenerationRequest wrong = request_of({some(3), {}, 5});
+      wrong.pooling = Pooling::last;
+      EXPECT_THROW(scheduler.submit(wrong, std::make_shared<Heard>()), Error);
+    });
+  }
 }
 
 TEST_F(SchedulerTest, WhatCanNeverFitFailsAlone) {

@@ -63,12 +63,16 @@ TEST(Step, OutputsOfArgmaxesComeFirst) {
   batch.add(0, {1, 1}, {}, StepOutput::all_logits);
   batch.add(1, {1, 1, 1}, {}, StepOutput::argmax);
   batch.add(2, {1}, {}, StepOutput::none);
-  batch.add(3, {1, 1}, {}, StepOutput::logits);
+  batch.add(3, {1, 1}, {}, StepOutput::all_hidden);
+  batch.add(4, {1, 1}, {}, StepOutput::logits);
+  batch.add(5, {1, 1}, {}, StepOutput::hidden);
   engine::StepOutputs outputs;
   outputs.list(batch);
-  EXPECT_EQ(outputs.rows, (std::vector<std::int64_t>{4, 0, 1, 7}));
-  EXPECT_EQ(outputs.spans, (std::vector<std::int64_t>{1, 0, 0, 3}));
+  EXPECT_EQ(outputs.rows, (std::vector<std::int64_t>{4, 0, 1, 9, 6, 7, 11}));
+  EXPECT_EQ(outputs.spans, (std::vector<std::int64_t>{1, 0, 0, 4, 3, 3, 5}));
   EXPECT_EQ(outputs.n_argmax, 1);
+  EXPECT_EQ(outputs.n_head(), 4);
+  EXPECT_EQ(outputs.n_hidden(), 3);
   EXPECT_FALSE(outputs.are_consecutive());
 }
 
@@ -761,14 +765,15 @@ TEST(EmbeddingBlock, AddsLearnedPositions) {
   expect_near(one.step.h, expected);
 }
 
-TEST(OutputBlock, GivesTokensAndLogits) {
+TEST(OutputBlock, GivesTokensLogitsAndHiddenStates) {
   const ModelConfig config = block_config();
-  OneStep one(config, {4, 2, 3}, StepOutput::argmax);
+  OneStep one(config, {4, 2, 3, 2}, StepOutput::argmax);
   StepBatch batch;
   const auto ids = one.batch.tokens();
   batch.add(0, {ids.begin(), ids.begin() + 4}, {}, StepOutput::argmax);
   batch.add(1, {ids.begin() + 4, ids.begin() + 6}, {}, StepOutput::all_logits);
-  batch.add(2, {ids.begin() + 6, ids.end()}, {}, StepOutput::none);
+  batch.add(2, {ids.begin() + 6, ids.begin() + 9}, {}, StepOutput::none);
+  batch.add(3, {ids.begin() + 9, ids.end()}, {}, StepOutput::all_hidden);
   for (const bool adds : {false, true}) {
     one.step.begin(batch);
     engine::OutputBlock block;
@@ -779,7 +784,7 @@ TEST(OutputBlock, GivesTokensAndLogits) {
     const Numbers added = adds ? on_host(one.step.pending) : Numbers(h.size());
     const auto norm = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{},
                                                           one.model.weights().final_norm.weight);
-    const auto logits = [&](std::int64_t row) {
+    const auto normed = [&](std::int64_t row) {
       Numbers x(config.hidden_size);
       double squares = 0;
       for (std::size_t d = 0; d < x.size(); ++d) {
@@ -789,10 +794,13 @@ TEST(OutputBlock, GivesTokensAndLogits) {
       for (std::size_t d = 0; d < x.size(); ++d) {
         x[d] *= norm(d) / std::sqrt(squares / static_cast<double>(x.size()) + config.rms_norm_eps);
       }
-      return product(x, one.model.weights().output_head);
+      return x;
+    };
+    const auto logits = [&](std::int64_t row) {
+      return product(normed(row), one.model.weights().output_head);
     };
     const std::vector<StepResult> results = block.run(one.step);
-    ASSERT_EQ(results.size(), 3U);
+    ASSERT_EQ(results.size(), 4U);
     const Numbers last = logits(3);
     EXPECT_EQ(results[0].argmax, std::max_element(last.begin(), last.end()) - last.begin());
     EXPECT_TRUE(results[0].logits.empty());
@@ -804,7 +812,26 @@ TEST(OutputBlock, GivesTokensAndLogits) {
       EXPECT_NEAR(results[1].logits[i], both[i], 1e-4 * (1 + std::fabs(both[i]))) << i;
     }
     EXPECT_EQ(results[2].argmax, -1);
+    Numbers states = normed(9);
+    const Numbers other = normed(10);
+    states.insert(states.end(), other.begin(), other.end());
+    ASSERT_EQ(results[3].hidden.size(), states.size());
+    for (std::size_t i = 0; i < states.size(); ++i) {
+      EXPECT_NEAR(results[3].hidden[i], states[i], 1e-5 * (1 + std::fabs(states[i]))) << i;
+    }
+    EXPECT_TRUE(results[3].logits.empty());
+    EXPECT_TRUE(results[1].hidden.empty());
   }
+}
+
+TEST(OutputBlock, GivesHiddenStatesWithoutAHead) {
+  OneStep one(block_config(), {3}, StepOutput::hidden);
+  engine::OutputBlock block;
+  block.reserve(one.step);
+  fill(one.step.h, some_numbers(one.step.h.size()));
+  const std::vector<StepResult> results = block.run(one.step);
+  EXPECT_EQ(results.front().hidden.size(), static_cast<std::size_t>(one.step.config.hidden_size));
+  EXPECT_EQ(results.front().argmax, -1);
 }
 
 }  // namespace

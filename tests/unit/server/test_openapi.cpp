@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "files/json_file.hpp"
@@ -151,6 +152,16 @@ TEST(OpenApi, HasTheFieldsThatReadersOfOtherProtocolsKnow) {
   listed = documented("ResponseRequest");
   EXPECT_EQ(without(without(known, listed), of_chats), Names());
   EXPECT_EQ(without(listed, known), Names());
+}
+
+TEST(OpenApi, HasTheFieldsThatReadersOfTextsKnow) {
+  const std::tuple<Endpoint, const char*, const char*> texts[] = {
+      {Endpoint::embeddings, "EmbeddingRequest", R"({"input": "x"})"},
+      {Endpoint::score, "ScoreRequest", R"({"text_1": "x", "text_2": ["x"]})"},
+      {Endpoint::rerank, "RerankRequest", R"({"query": "x", "documents": ["x"]})"}};
+  for (const auto& [endpoint, schema, body] : texts) {
+    EXPECT_EQ(asked(endpoint, {body}), documented(schema)) << schema;
+  }
 }
 
 TEST(OpenApi, HasTheFieldsOfPruningAndTokenizers) {

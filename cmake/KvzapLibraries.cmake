@@ -70,6 +70,12 @@ function(kvzap_room_sources out room)
   set(${out} ${sources} PARENT_SCOPE)
 endfunction()
 
+# Of programs and tests. nvcc takes no -Og.
+set(kvzap_quick_optimization -Og)
+if(KVZAP_KOKKOS_BACKENDS MATCHES "CUDA")
+  set(kvzap_quick_optimization -O1)
+endif()
+
 # Cold sources handle text, JSON, files, protocols and plans, without long loops. Releases compile them
 # at -O1, in two thirds of the time of -O3. Hot ones in the same rooms encode, decode or compute with
 # weights. Hosts run the kernels of devices in tests and benchmarks alone.

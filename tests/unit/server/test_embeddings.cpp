@@ -82,7 +82,7 @@ TEST(Embeddings, WrongRequestsNameTheirField) {
          "dimensions: dimensions is not supported");
   starts(embeddings, {{"input", "a"}, {"kvzap", {{"threshold", 1}}}}, "kvzap: ");
   starts(embeddings, {{"input", "a"}, {"encoding_format", "int8"}},
-         R"(encoding_format: encoding_format is "int8"; expected "float" or "base64")");
+         R"(encoding_format: encoding_format is 'int8'; expected "float" or "base64")");
   starts(Endpoint::score, {{"text_1", {"a", "b"}}, {"text_2", {"a", "b", "c"}}},
          "text_1: text_1 has 2 texts; expected 1, or 3 as text_2 has");
   starts(Endpoint::rerank, {{"query", {"a"}}, {"documents", {"a"}}}, "query: ");

@@ -139,6 +139,7 @@ Json chat_tools(Json tools) {
 void set_tool_choice(const Json& choice, Json& chat) {
   if (choice.is_null()) return;
   const std::string type = type_at(choice, "tool_choice");
+  if (const Json* const name = field_of(choice, "name")) text_of(*name, "tool_choice.name");
   if (type == "tool") {
     chat["tool_choice"] = function_json({{"name", text_at(choice, "name", "tool_choice")}});
   } else if (type == "any") {

@@ -9,7 +9,7 @@ import tempfile
 import unittest
 
 from harness import CASES, MODEL, PATIENCE
-from test_serve import ASK, SharedServerTest
+from test_serve import ASK, PRUNED, SharedServerTest, seed
 from test_serve_protocols import CALLING, DOCUMENT, PARAMETERS, ToolsTest
 
 try:
@@ -35,7 +35,9 @@ try:
     import litellm
 except ImportError:
     litellm = None
-LLM = shutil.which("llm", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))))
+PROGRAMS = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+LLM = shutil.which("llm", path=PROGRAMS)
+SCHEMATHESIS = shutil.which("schemathesis", path=PROGRAMS)
 
 try:
     import jsonschema
@@ -454,6 +456,23 @@ class OpenApi(ToolsTest):
             status, _, body = self.server.request("POST", path, {})
             self.assertEqual(status, 400)
             self.check(name, json.loads(body))
+
+
+@unittest.skipUnless(SCHEMATHESIS, "needs schemathesis")
+class Schemathesis(SharedServerTest):
+    """Requests that schemathesis makes of /openapi.json: statuses, replies and refusals are those of the document."""
+
+    # Without max_tokens, answers fill the context.
+    FLAGS = [*PRUNED, "-c", "300", "--max-sequences", "8"]
+
+    def test_requests(self):
+        examples = os.environ.get("KVZAP_SCHEMATHESIS_EXAMPLES", "10")
+        # A schema cannot say all that a request has to be, such as that a tool_choice needs tools.
+        command = [SCHEMATHESIS, "--no-color", "run", f"http://127.0.0.1:{self.server.port}/openapi.json", "--exclude-checks", "positive_data_acceptance",
+                   "-n", examples, "--seed", str(seed()), "-w", "1", "--continue-on-failure", "--request-timeout", "100"]
+        with tempfile.TemporaryDirectory() as folder:
+            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=3 * PATIENCE)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
 
 
 @unittest.skipUnless(LocalCompletionsAPI, "needs lm_eval and transformers")

@@ -173,6 +173,7 @@ class Messages(SharedServerTest):
                 ({"tools": [tool]}, "not supported by the model's chat template"),
                 ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
                 ({"tool_choice": {"type": "tool", "name": "now"}}, "tool_choice.name is 'now'"),
+                ({"tool_choice": {"type": "auto", "name": {}}}, "tool_choice.name"),
                 ({"tool_choice": {"type": "some"}}, "tool_choice.type"), ({"thinking": {"type": "x"}}, "thinking.type"),
                 ({"output_config": {"format": {"type": "xml"}}}, "output_config.format is"),
                 ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format is"),

@@ -17,13 +17,13 @@ from ._kvzap import PolicyLayer, Pruning, ScorePolicy
 from ._llm import LLM, Session
 from ._report import Report
 from ._snapshot import Snapshot, open_snapshot
+from ._version import __version__
 
 if _TYPE_CHECKING:
     from ._transformers import Cache
 
 __all__ = ["LLM", "Cache", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Press", "Pruning", "PruningError",
            "Report", "ScorePolicy", "Session", "Snapshot", "evaluate", "from_press", "open_snapshot", "plot", "press"]
-__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

@@ -592,4 +592,3 @@ def test_nothing_heavy_is_imported():
 def test_the_version_is_the_project_s():
     text = pathlib.Path(ROOT / "CMakeLists.txt").read_text()
     assert f"VERSION {kvzap.__version__} " in text
-    assert f'version = "{kvzap.__version__}"' in pathlib.Path(ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,58 @@
+"""Files of a release: one version everywhere, a valid list of components, workflows that call existing scripts."""
+
+import importlib.machinery
+import importlib.util
+import pathlib
+import re
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LOADER = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts/release"))
+release = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", LOADER))
+LOADER.exec_module(release)
+
+
+class Release(unittest.TestCase):
+    def test_all_files_name_one_version(self):
+        self.assertEqual(set(release.versions().values()), {release.project_version()}, release.versions())
+
+    def test_the_package_of_python_takes_the_version_of_the_project(self):
+        text = (ROOT / "pyproject.toml").read_text()
+        self.assertNotRegex(text, r'(?m)^version = ')
+        pattern = re.search(r"regex = '(.*)'", text)[1]
+        self.assertEqual(re.search(pattern, (ROOT / "CMakeLists.txt").read_text())["value"], release.project_version())
+
+    @unittest.skipUnless((ROOT / ".git").exists(), "needs the repository")
+    def test_components(self):
+        with tempfile.TemporaryDirectory() as folder:
+            archive = pathlib.Path(folder) / "kvzap.tar.gz"
+            archive.write_bytes(b"sources")
+            document = release.components("1.2.3", archive)
+        identities = [package["SPDXID"] for package in document["packages"]]
+        self.assertEqual(len(identities), len(set(identities)))
+        for identity in identities:
+            self.assertRegex(identity, r"^SPDXRef-[A-Za-z0-9.-]+$")
+        related = {relation["relatedSpdxElement"] for relation in document["relationships"]}
+        self.assertEqual(related, set(identities))
+        names = {package["name"] for package in document["packages"]}
+        self.assertLessEqual({"kvzap", "libhdf5-openmpi-dev", "libtrilinos-kokkos-dev", "libdnnl-dev"}, names)
+        self.assertNotIn("cmake", names)
+        self.assertEqual(document["packages"][0]["checksums"][0]["checksumValue"],
+                         release.hashlib.sha256(b"sources").hexdigest())
+
+    def test_workflows_call_scripts_of_the_repository(self):
+        for path in (ROOT / ".github/workflows").glob("*.yml"):
+            called = re.findall(r"\bscripts/[a-z_-]+", path.read_text())
+            self.assertTrue(called, path)
+            for script in called:
+                self.assertTrue((ROOT / script).is_file(), f"{path.name}: {script}")
+
+    def test_workflows_pin_actions(self):
+        for path in (ROOT / ".github/workflows").glob("*.yml"):
+            for action in re.findall(r"uses: (\S+)", path.read_text()):
+                self.assertRegex(action, r"@[0-9a-f]{40}$", path.name)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -153,9 +153,10 @@ void run(benchmark::State& state, Cycle<Value>& cycle, std::int64_t rows) {
   const bool is_decode = rows <= 16;
   const double per_iteration = is_decode ? static_cast<double>(cycle.matrices().size()) : 1;
   linear(exec, x, cycle.next(), linalg::ConstVector(), y);  // first call: the scratch memory grows
-  const Yardstick limit(is_decode                         ? Limit::read
-                        : std::is_same_v<Value, bfloat16> ? Limit::gemm_bf16
-                                                          : Limit::gemm_f32);
+  const Yardstick limit(is_decode                                         ? Limit::read
+                        : cycle.matrices().front().quantised() != nullptr ? Limit::byte_dots
+                        : std::is_same_v<Value, bfloat16>                 ? Limit::gemm_bf16
+                                                                          : Limit::gemm_f32);
   const double seconds =
       time_iterations(state,
                       [&] {
@@ -220,11 +221,12 @@ void register_benchmarks(const Options& options) {
   add_model<float>(options, "Qwen3-8B", all);
   add_model<half>(options, "Qwen3-0.6B", large);
   add_model<half>(options, "Qwen3-8B", all);
-  for (const char* format : {"Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"}) {
-    add_model<bfloat16>(options, "Qwen3-0.6B", {1, 2, 4, 8, 16, 32, 64, 512}, format);
+  for (const char* format : {"Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "IQ4_NL", "MXFP4"}) {
+    add_model<bfloat16>(options, "Qwen3-0.6B", {1, 2, 4, 8, 16, 32, 33, 64, 128, 512, 4096},
+                        format);
   }
-  add_model<bfloat16>(options, "Qwen3-8B", all, "Q8_0");
-  add_model<bfloat16>(options, "Qwen3-8B", all, "Q4_K");
+  add_model<bfloat16>(options, "Qwen3-8B", large, "Q8_0");
+  add_model<bfloat16>(options, "Qwen3-8B", large, "Q4_K");
 }
 
 }  // namespace kvzap::perf

@@ -30,6 +30,7 @@ void register_benchmarks(const Options& options) {
   limit("fresh/256MiB_per_rank", bytes / 2, "GB/s", &LimitKernels::fresh);
   limit("gemm_f32/1024x2048x2048", LimitKernels::gemm_flops, "GFLOP/s", &LimitKernels::gemm_f32);
   limit("gemm_bf16/1024x2048x2048", LimitKernels::gemm_flops, "GFLOP/s", &LimitKernels::gemm_bf16);
+  limit("byte_dots", LimitKernels::byte_dots_flops(), "GFLOP/s", &LimitKernels::byte_dots);
   for (const std::size_t kib : {8, 4096}) {
     add(fmt::format("limit/all_reduce/{}KiB", kib), 1, repetitions, [=](benchmark::State& state) {
       if (!*kernels) *kernels = std::make_unique<LimitKernels>();

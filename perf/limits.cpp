@@ -11,6 +11,8 @@
 #include <numeric>
 #include <vector>
 
+#include "base/bytes.hpp"
+#include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/simd.hpp"
 #include "common.hpp"
@@ -22,6 +24,9 @@
 #include <oneapi/dnnl/dnnl.hpp>
 #include <unordered_map>
 #endif
+
+#define KVZAP_PRODUCTS_BODY "byte_dots.inc"
+#include "base/each_byte_products.hpp"
 
 namespace kvzap::perf {
 namespace {
@@ -263,6 +268,52 @@ double LimitKernels::gemm_bf16() {
 #endif
 }
 
+namespace {
+
+constexpr std::int64_t byte_dot_steps = 4'000'000;
+
+struct ByteDotsKernel {
+  float (*run)(const std::uint8_t* bytes, std::int64_t steps);
+  double flops_of_step;
+};
+
+ByteDotsKernel byte_dots_kernel() {
+  switch (base::byte_products()) {
+#if KVZAP_NEON
+    case base::ByteProducts::neon_dot:
+      return {neon_dot::run_dots, neon_dot::flops_of_step};
+#elif KVZAP_X86
+    case base::ByteProducts::avx2:
+      return {avx2::run_dots, avx2::flops_of_step};
+#if KVZAP_AVX_VNNI
+    case base::ByteProducts::avx_vnni:
+      return {avx_vnni::run_dots, avx_vnni::flops_of_step};
+#endif
+    case base::ByteProducts::avx512_vnni:
+      return {avx512_vnni::run_dots, avx512_vnni::flops_of_step};
+#endif
+    default:
+      return {portable::run_dots, portable::flops_of_step};
+  }
+}
+
+}  // namespace
+
+double LimitKernels::byte_dots() {
+  alignas(64) std::uint8_t bytes[128];
+  std::fill_n(bytes, 128, std::uint8_t{1});
+  return seconds_of([&] {
+    base::for_each_on_threads(base::host_threads(), [&](std::int64_t) {
+      benchmark::DoNotOptimize(bytes);
+      benchmark::DoNotOptimize(byte_dots_kernel().run(bytes, byte_dot_steps));
+    });
+  });
+}
+
+double LimitKernels::byte_dots_flops() {
+  return byte_dot_steps * byte_dots_kernel().flops_of_step * base::host_threads();
+}
+
 double LimitKernels::all_reduce(std::size_t count, int times) {
   m_buffers->reduced.assign(count, 0.0f);
   return seconds_of([&] {
@@ -296,6 +347,8 @@ Pass pass_of(Limit limit) {
       return {LimitKernels::gemm_flops, &LimitKernels::gemm_f32};
     case Limit::gemm_bf16:
       return {LimitKernels::gemm_flops, &LimitKernels::gemm_bf16};
+    case Limit::byte_dots:
+      return {LimitKernels::byte_dots_flops(), &LimitKernels::byte_dots};
   }
   throw Error("limits: no such limit");
 }

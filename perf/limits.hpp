@@ -13,7 +13,9 @@ enum class Limit {
   fresh,     // bytes/s, each byte counted once, copied into memory that was never touched
   gemm_f32,  // flop/s: product of 1024 x 2048 x 2048 on each rank
   // flop/s: the same with bf16 operands and an f32 result; f32's rate without such instructions
-  gemm_bf16
+  gemm_bf16,
+  // flop/s: dot products of registers of bytes (base::byte_products()) on each rank, no memory
+  byte_dots
 };
 
 /// Returns the best rate of some passes. Collective.
@@ -48,6 +50,8 @@ class LimitKernels {
   double fresh();             // copies working_set / 2 on each rank
   double gemm_f32();          // gemm_flops on each rank
   double gemm_bf16();         // gemm_flops on each rank
+  double byte_dots();         // byte_dots_flops() on each rank
+  static double byte_dots_flops();
   /// Sums `count` floats over ranks, in place, `times` times. Returns the seconds of one sum.
   double all_reduce(std::size_t count, int times);
 

@@ -8,6 +8,7 @@
 #include "base/kokkos_compat.hpp"
 #include "base/simd.hpp"
 #include "engine/build_info.hpp"
+#include "linalg/quantised/products.hpp"
 
 namespace kvzap::driver {
 namespace {
@@ -33,6 +34,8 @@ Machine describe_machine() {
   machine.processor = processor_name();
   machine.simd = base::name_of(base::machine().simd());
   machine.byte_products = base::name_of(base::byte_products());
+  const std::int64_t most_rows = linalg::quantised::most_rows_by_blocks();
+  if (most_rows < linalg::quantised::any_rows) machine.byte_product_rows = most_rows;
   machine.kokkos = engine::kokkos_version();
   machine.mpi = engine::mpi_library();
   machine.compiler = engine::compiler_name();
@@ -46,6 +49,9 @@ nlohmann::ordered_json system_json(const Machine& machine, int ranks) {
           {"processor", machine.processor},
           {"simd", machine.simd},
           {"byte_products", machine.byte_products},
+          {"byte_product_rows", machine.byte_product_rows
+                                    ? nlohmann::ordered_json(*machine.byte_product_rows)
+                                    : nlohmann::ordered_json()},
           {"kokkos", machine.kokkos},
           {"mpi", machine.mpi},
           {"compiler", machine.compiler}};

@@ -23,7 +23,7 @@ namespace kvzap::base {
 template <class V>
 struct Bytes;
 
-/// Sums of 32 bits, as many as a Vec has lanes: zero(), all(n), a + b, floats_of(w).
+/// Sums of 32 bits, as many as a Vec has lanes: zero(), all(n), a + b, a << n, floats_of(w).
 template <class V>
 struct Words;
 
@@ -186,6 +186,7 @@ struct Words<Vec4> {
   KVZAP_BODY Words all(std::int32_t n) { return {Int4{n, n, n, n}}; }
 };
 KVZAP_BODY Words<Vec4> operator+(Words<Vec4> a, Words<Vec4> b) { return {a.v + b.v}; }
+KVZAP_BODY Words<Vec4> operator<<(Words<Vec4> a, int n) { return {a.v << n}; }
 KVZAP_BODY Vec4 floats_of(Words<Vec4> w) { return {to_floats(w.v)}; }
 
 template <>
@@ -354,6 +355,9 @@ struct Words<Vec8> {
 KVZAP_INLINE_AVX2 Words<Vec8> operator+(Words<Vec8> a, Words<Vec8> b) {
   return {_mm256_add_epi32(a.v, b.v)};
 }
+KVZAP_INLINE_AVX2 Words<Vec8> operator<<(Words<Vec8> a, int n) {
+  return {_mm256_slli_epi32(a.v, n)};
+}
 KVZAP_INLINE_AVX2 Vec8 floats_of(Words<Vec8> w) { return {_mm256_cvtepi32_ps(w.v)}; }
 
 /// Sums of pairs in 16 bits. Signed codes are multiplied as |code| * (x with the code's sign): at
@@ -505,6 +509,9 @@ struct Words<Vec16> {
 };
 KVZAP_INLINE_AVX512 Words<Vec16> operator+(Words<Vec16> a, Words<Vec16> b) {
   return {_mm512_add_epi32(a.v, b.v)};
+}
+KVZAP_INLINE_AVX512 Words<Vec16> operator<<(Words<Vec16> a, int n) {
+  return {_mm512_slli_epi32(a.v, n)};
 }
 KVZAP_INLINE_AVX512 Vec16 floats_of(Words<Vec16> w) { return {_mm512_cvtepi32_ps(w.v)}; }
 

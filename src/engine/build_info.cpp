@@ -10,9 +10,9 @@
 #include <kvzap/core/types.hpp>
 #include <memory>
 
-#include "base/byte_products.hpp"
 #include "base/machine.hpp"
 #include "linalg/host/onednn.hpp"
+#include "linalg/quantised/products.hpp"
 #include "parallel/gpu_aware.hpp"
 
 #if KVZAP_HAVE_MPI
@@ -139,7 +139,7 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"BLAS", blas_library()},
       {"oneDNN", linalg::onednn::is_available() ? linalg::onednn::version() : "none"},
       {"instruction set", std::string(name_of(base::machine().simd()))},
-      {"byte products", base::name_of(base::byte_products())},
+      {"byte products", linalg::quantised::byte_products_text()},
       {"compiler", compiler_name()},
   };
 }

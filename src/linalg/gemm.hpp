@@ -74,7 +74,7 @@ void pack_rows(const void* rows, std::int64_t begin, std::int64_t n_rows,
 /// sum is off by at most 2^-11 of the sum of its terms' magnitudes.
 ///
 /// With quantised weights a host rounds rows of x to bytes, in groups of 32 inputs: each x is off
-/// by at most 1/254 of its group's largest magnitude. If other products are faster for many rows
+/// by at most 1/254 of its group's largest magnitude. If other products are preferred for many rows
 /// (quantised::prefers_blocks), it unpacks the weights to bf16 or f32, whichever is faster, and
 /// rounds both operands to bf16 in the former case. A device unpacks them to their dtype, or reads
 /// a few rows of x as float.

@@ -135,18 +135,18 @@ void split_q6_k(Bytes block, SplitBlock& parts) {
 }
 
 constexpr Format formats[] = {
-    {"Q4_0", CodeKind::nibbles, ScaleKind::half, 32, 18, 8, nullptr, split_scaled},
-    {"Q4_1", CodeKind::nibbles, ScaleKind::half_minimum, 32, 20, 0, nullptr, split_q4_1},
-    {"Q5_0", CodeKind::five_bits, ScaleKind::half, 32, 22, 16, nullptr, split_q5_0},
-    {"Q5_1", CodeKind::five_bits, ScaleKind::half_minimum, 32, 24, 0, nullptr, split_q5_1},
-    {"Q8_0", CodeKind::bytes, ScaleKind::half, 32, 34, 0, nullptr, split_q8_0},
-    {"Q4_K", CodeKind::nibbles, ScaleKind::group_minimum, 256, 144, 0, nullptr, split_q4_k},
-    {"Q5_K", CodeKind::five_bits, ScaleKind::group_minimum, 256, 176, 0, nullptr, split_q5_k},
-    {"Q6_K", CodeKind::six_bits, ScaleKind::group_of_16, 256, 210, 32, nullptr, split_q6_k},
-    {"IQ4_NL", CodeKind::table, ScaleKind::half, 32, 18, 0, table_of_iq4_nl, split_scaled},
-    {"MXFP4", CodeKind::table, ScaleKind::exponent, 32, 17, 0, table_of_mxfp4, split_mxfp4},
-    {"INT4", CodeKind::nibbles, ScaleKind::half_zero, 32, 19, 0, nullptr, split_int4},
-    {"F8_E4M3", CodeKind::float8, ScaleKind::single, 128, 132, 0, nullptr, split_f8}};
+    {"Q4_0", CodeKind::centred_nibbles, ScaleKind::half, 32, 18, nullptr, split_scaled},
+    {"Q4_1", CodeKind::nibbles, ScaleKind::half_minimum, 32, 20, nullptr, split_q4_1},
+    {"Q5_0", CodeKind::centred_five_bits, ScaleKind::half, 32, 22, nullptr, split_q5_0},
+    {"Q5_1", CodeKind::five_bits, ScaleKind::half_minimum, 32, 24, nullptr, split_q5_1},
+    {"Q8_0", CodeKind::bytes, ScaleKind::half, 32, 34, nullptr, split_q8_0},
+    {"Q4_K", CodeKind::nibbles, ScaleKind::group_minimum, 256, 144, nullptr, split_q4_k},
+    {"Q5_K", CodeKind::five_bits, ScaleKind::group_minimum, 256, 176, nullptr, split_q5_k},
+    {"Q6_K", CodeKind::six_bits, ScaleKind::group_of_16, 256, 210, nullptr, split_q6_k},
+    {"IQ4_NL", CodeKind::table, ScaleKind::half, 32, 18, table_of_iq4_nl, split_scaled},
+    {"MXFP4", CodeKind::table, ScaleKind::exponent, 32, 17, table_of_mxfp4, split_mxfp4},
+    {"INT4", CodeKind::nibbles, ScaleKind::half_zero, 32, 19, nullptr, split_int4},
+    {"F8_E4M3", CodeKind::float8, ScaleKind::single, 128, 132, nullptr, split_f8}};
 
 }  // namespace
 

@@ -1,6 +1,6 @@
 // Formats of quantised weights, and the panels in which products read them.
 //
-// A value is scale * (code - offset) + minimum. Its code is an integer of 4 to 8 bits, a nibble
+// A value is scale * (code - centre) + minimum. Its code is an integer of 4 to 8 bits, a nibble
 // that indexes a table of integers, or a float of 8 bits. Blocks of 32 to 256 consecutive inputs
 // share scales. The stored layouts are those of GGUF files (see gguf/block_formats.hpp), and two
 // that checkpoints become. AWQ, GPTQ: INT4, an f16 scale, a zero point of one byte, 32 nibbles in
@@ -27,13 +27,42 @@ inline constexpr int quad_bytes = 64;
 
 /// How the codes of a group are stored.
 enum class CodeKind : std::uint8_t {
-  nibbles,    // 4 registers: quads 0 … 3 in the low nibbles, 4 … 7 in the high ones
-  five_bits,  // one register before them: bit j is the fifth bit of quad j
-  six_bits,   // two registers before them: two bits of quads 0 … 3, of quads 4 … 7
-  bytes,      // 8 registers of signed bytes
-  table,      // nibbles that index a table of signed bytes
-  float8      // 32 inputs, each of 16 floats (e4m3)
+  nibbles,            // 4 registers: quads 0 … 3 in the low nibbles, 4 … 7 in the high ones
+  centred_nibbles,    // the same, minus 8
+  five_bits,          // one register before nibbles: bit j is the fifth bit of quad j
+  centred_five_bits,  // the same, minus 16
+  six_bits,  // two registers before nibbles: two bits of quads 0 … 3, of 4 … 7; minus 32
+  bytes,     // 8 registers of signed bytes
+  table,     // nibbles that index a table of signed bytes
+  float8     // 32 inputs, each of 16 floats (e4m3)
 };
+
+/// The bits of codes beside the nibbles, in one register or two before them.
+KOKKOS_INLINE_FUNCTION constexpr int high_bits(CodeKind kind) {
+  switch (kind) {
+    case CodeKind::five_bits:
+    case CodeKind::centred_five_bits:
+      return 1;
+    case CodeKind::six_bits:
+      return 2;
+    default:
+      return 0;
+  }
+}
+
+/// What is subtracted from stored codes.
+KOKKOS_INLINE_FUNCTION constexpr int centre(CodeKind kind) {
+  switch (kind) {
+    case CodeKind::centred_nibbles:
+      return 8;
+    case CodeKind::centred_five_bits:
+      return 16;
+    case CodeKind::six_bits:
+      return 32;
+    default:
+      return 0;
+  }
+}
 
 /// Whether codes are floats. Products take those as they are; a matrix has them alone or not at
 /// all.
@@ -62,9 +91,8 @@ struct Format {
   std::string_view name;  // of GGUF's type
   CodeKind codes;
   ScaleKind scales;
-  std::int32_t values;  // of a block
-  std::int32_t bytes;   // of a stored block
-  std::int32_t offset;
+  std::int32_t values;       // of a block
+  std::int32_t bytes;        // of a stored block
   const std::int8_t* table;  // 16 values, or null
   void (*split)(const std::uint8_t* block, SplitBlock& parts);
 };
@@ -74,15 +102,11 @@ const Format* find_format(std::string_view name);
 
 KOKKOS_INLINE_FUNCTION constexpr std::int64_t code_bytes(CodeKind kind) {
   switch (kind) {
-    case CodeKind::five_bits:
-      return 5 * quad_bytes;
-    case CodeKind::six_bits:
-      return 6 * quad_bytes;
     case CodeKind::bytes:
     case CodeKind::float8:
       return 8 * quad_bytes;
     default:
-      return 4 * quad_bytes;
+      return (4 + high_bits(kind)) * quad_bytes;
   }
 }
 
@@ -113,7 +137,6 @@ struct Panels {
   std::int64_t block = 0;   // values of a block
   CodeKind codes = {};
   ScaleKind scales = {};
-  float offset = 0;
   std::int8_t table[16] = {};
 
   KOKKOS_INLINE_FUNCTION std::int64_t scales_size() const {
@@ -165,10 +188,10 @@ KOKKOS_INLINE_FUNCTION float value_at(const Panels& panels, std::int64_t output,
     return scale * e4m3_value(static_cast<std::int8_t>(group[within * panel_outputs + lane]));
   }
   int high = 0;
-  if (panels.codes == CodeKind::five_bits) {
+  if (high_bits(panels.codes) == 1) {
     high = (group[byte] >> quad & 1) << 4;
     group += quad_bytes;
-  } else if (panels.codes == CodeKind::six_bits) {
+  } else if (high_bits(panels.codes) == 2) {
     high = (group[quad / 4 * quad_bytes + byte] >> quad % 4 * 2 & 3) << 4;
     group += 2 * quad_bytes;
   }
@@ -179,7 +202,7 @@ KOKKOS_INLINE_FUNCTION float value_at(const Panels& panels, std::int64_t output,
     code = group[quad % 4 * quad_bytes + byte] >> quad / 4 * 4 & 15;
     code = panels.codes == CodeKind::table ? panels.table[code] : code | high;
   }
-  const float centred = static_cast<float>(code) - panels.offset;
+  const auto centred = static_cast<float>(code - centre(panels.codes));
   const int in_block = static_cast<int>(input % panels.block);
   switch (panels.scales) {
     case ScaleKind::single:

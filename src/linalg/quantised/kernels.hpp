@@ -1,7 +1,7 @@
 // Products of a few rows of bytes with panels, and panels as values. Hosts only.
 //
 // The rows of x are rounded to bytes, in groups of 32 with a scale each. A group of a panel adds
-//   scale_x * (scale * sum(byte * code) + shift * sum(byte)),   shift = minimum - scale * offset,
+//   scale_x * (scale * sum(byte * (code - centre)) + minimum * sum(byte)),
 // where the sums are exact integers. Panels of floats are multiplied with x as it is.
 #pragma once
 
@@ -14,30 +14,32 @@
 
 namespace kvzap::linalg::quantised {
 
-/// Rows of x in bytes. Extents of a row: `inputs` bytes, and inputs / 32 groups. For panels of
-/// floats: `floats` instead, inputs of a row.
+/// A block of rows of x in bytes: of each group of 32 inputs all rows, one after the other, so that
+/// kernels read a group's rows in address order. Arrays begin with the first row of group 0. For
+/// panels of floats: `floats` instead, row after row.
 struct ByteRows {
-  std::int8_t* values = nullptr;
-  float* scales = nullptr;         // a group's value of one
-  float* sums = nullptr;           // scale * sum(byte), two of each group: of 16 inputs each
-  float* totals = nullptr;         // sum of both
-  std::int32_t* starts = nullptr;  // -128 * sum(byte) of a group
+  std::int8_t* values = nullptr;        // 32 of each group and row
+  float* scales = nullptr;              // a group's value of one
+  float* totals = nullptr;              // scale * sum(byte) of a group
+  std::int32_t* starts = nullptr;       // -sum(byte) of a group
+  std::int32_t* half_starts = nullptr;  // the same of 16 inputs each, two of each group
   std::int64_t inputs = 0;
+  std::int64_t rows = 0;  // of the block, from one group to the next
   float* floats = nullptr;
 
   std::int64_t groups() const { return inputs / group_inputs; }
+  /// The block from row m on.
   ByteRows row(std::int64_t m) const {
-    ByteRows row;
-    row.inputs = inputs;
+    ByteRows row = *this;
     if (floats != nullptr) {
       row.floats = floats + m * inputs;
       return row;
     }
-    row.values = values + m * inputs;
-    row.scales = scales + m * groups();
-    row.sums = sums + 2 * m * groups();
-    row.totals = totals + m * groups();
-    row.starts = starts + m * groups();
+    row.values = values + m * group_inputs;
+    row.scales = scales + m;
+    row.totals = totals + m;
+    row.starts = starts + m;
+    row.half_starts = half_starts + 2 * m;
     return row;
   }
   /// Bytes of one row in a buffer.
@@ -49,44 +51,58 @@ struct ByteRows {
   static ByteRows at(std::uint8_t* buffer, std::int64_t rows, std::int64_t inputs, bool by_floats) {
     ByteRows all;
     all.inputs = inputs;
+    all.rows = rows;
     if (by_floats) {
       all.floats = reinterpret_cast<float*>(buffer);
       return all;
     }
     all.values = reinterpret_cast<std::int8_t*>(buffer);
     all.scales = reinterpret_cast<float*>(buffer + rows * inputs);
-    all.sums = all.scales + rows * all.groups();
-    all.totals = all.sums + 2 * rows * all.groups();
+    all.totals = all.scales + rows * all.groups();
     all.starts = reinterpret_cast<std::int32_t*>(all.totals + rows * all.groups());
+    all.half_starts = all.starts + rows * all.groups();
     return all;
   }
 };
 
-/// Rounds x (inputs) to the bytes of one row: byte = round(x / scale), scale = max |x| / 127. A
-/// group with a value that is not finite gets the scale NaN.
+/// Rounds x (inputs) to the bytes of a block's first row: byte = round(x / scale), scale = max |x|
+/// / 127. A group with a value that is not finite gets the scale NaN.
 void round_to_bytes(const float* x, const ByteRows& row);
 
-/// Scale and shift of consecutive groups: of each group, and of each half if a scale has 16 inputs,
-/// 16 scales and then, unless codes are signed, 16 shifts.
 constexpr bool is_signed(CodeKind kind) {
   return kind == CodeKind::bytes || kind == CodeKind::table || is_float(kind);
 }
-constexpr std::int64_t coefficients_of_group(CodeKind kind) {
-  return panel_outputs * (is_signed(kind) ? 1 : (kind == CodeKind::six_bits ? 4 : 2));
+constexpr bool has_minima(CodeKind kind) {
+  return kind == CodeKind::nibbles || kind == CodeKind::five_bits;
 }
-/// Groups whose coefficients are computed at once: at most 16 KiB.
+/// Parts of a group that have scales of their own.
+constexpr int parts_of_group(CodeKind kind) { return kind == CodeKind::six_bits ? 2 : 1; }
+/// Coefficients of consecutive groups: of each part of a group 16 scales, then 16 minima, if any.
+constexpr std::int64_t coefficients_of_group(CodeKind kind) {
+  return panel_outputs * (has_minima(kind) ? 2 : parts_of_group(kind));
+}
+/// Groups whose coefficients are computed at once, of all panels together: at most 8 KiB.
 inline constexpr std::int64_t chunk_groups = 64;
+/// The most panels that kernels multiply at once.
+inline constexpr int most_panels = 2;
 /// Computes the coefficients of groups first … first + count - 1 of a panel; first is a multiple of
 /// 8.
 void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, std::int64_t count,
                   float* coefficients);
 
-/// Groups of one panel, ready to be multiplied.
+/// Groups of one panel or of several consecutive ones, ready to be multiplied.
 struct Chunk {
   const std::uint8_t* codes;
   const float* coefficients;
   std::int64_t first, count;  // groups
   const std::int8_t* table;
+  int panels = 1;
+  std::int64_t panel_bytes = 0;  // from the codes of a panel to those of the next
+
+  /// From the coefficients of a panel to those of the next.
+  std::int64_t coefficients_of_panel(CodeKind kind) const {
+    return count * coefficients_of_group(kind);
+  }
 };
 
 /// Kernels of AVX-512 and of floats prefetch codes this far ahead. On a core of a Xeon
@@ -98,9 +114,17 @@ inline constexpr std::int64_t prefetch_bytes = 4096;
 /// Half the distance and twice are slower. (AVX-VNNI, NEON: not measured.)
 inline constexpr std::int64_t near_prefetch_bytes = 1280;
 
-/// Adds the products of a chunk with n_rows rows of x to sums (n_rows, 16), a multiple of 64 bytes.
-using AddChunk = void (*)(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows,
-                          float* sums);
+/// The kernel for one kind of instructions.
+struct AddChunk {
+  /// Adds the products of a chunk with n_rows rows of x to sums (n_rows, outputs of the chunk), a
+  /// multiple of 64 bytes.
+  void (*add)(CodeKind kind, const Chunk& chunk, const ByteRows& x, int n_rows, float* sums);
+  /// The panels that a chunk has for many rows, of at least `least_rows`. For fewer: one.
+  int panels;
+  std::int64_t least_rows;
+
+  int panels_at_once(std::int64_t n_rows) const { return n_rows < least_rows ? 1 : panels; }
+};
 /// Returns the one of these instructions, which the processor must have to run it.
 AddChunk add_chunk_of(base::ByteProducts products);
 /// Returns the one of base::byte_products().
@@ -110,10 +134,11 @@ void add_chunk_float8(const Chunk& chunk, const ByteRows& x, int n_rows, float* 
 
 /// The most rows that product() takes.
 inline constexpr int most_rows = 96;
-/// y(m, n) = x(m) W(n)^T + bias(n) for the outputs n of one panel and at most most_rows rows. `y`
-/// and `bias` (or null) begin with the panel's first output.
-void product(AddChunk add_chunk, const Section& section, std::int64_t panel, const ByteRows& x,
-             const float* bias, RowSpan<float> y);
+/// y(m, n) = x(m) W(n)^T + bias(n) for at most most_rows rows and the outputs n of `together`
+/// panels from `panel` on, or of fewer at the section's end: 1, or what the kernel takes at once.
+/// `y` and `bias` (or null) begin with the first output.
+void product(const AddChunk& add_chunk, const Section& section, std::int64_t panel, int together,
+             const ByteRows& x, const float* bias, RowSpan<float> y);
 
 /// Outputs of a block of packed LinearWeights, in whose order values are unpacked.
 inline constexpr int packed_outputs = 64;

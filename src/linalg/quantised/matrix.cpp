@@ -30,14 +30,14 @@ void pack_codes(CodeKind kind, const std::uint8_t* codes, int lane, std::uint8_t
     }
     return;
   }
-  if (kind == CodeKind::five_bits) {
+  if (high_bits(kind) == 1) {
     std::uint32_t high = 0;
     for (int quad = 0; quad < group_quads; ++quad) {
       high |= (quad_at(codes + 4 * quad) >> 4 & 0x01010101u) << quad;
     }
     put(target, high);
     target += quad_bytes;
-  } else if (kind == CodeKind::six_bits) {
+  } else if (high_bits(kind) == 2) {
     for (int plane = 0; plane < 2; ++plane) {
       std::uint32_t high = 0;
       for (int quad = 0; quad < 4; ++quad) {
@@ -134,11 +134,9 @@ void Matrix::add_sections(const std::vector<Part>& parts) {
     section.panels.block = part.format->values;
     section.panels.codes = part.format->codes;
     section.panels.scales = part.format->scales;
-    section.panels.offset = static_cast<float>(part.format->offset);
     if (part.format->table != nullptr) std::copy_n(part.format->table, 16, section.panels.table);
     m_offsets.push_back(m_bytes);
     m_bytes += section.n_panels() * section.panels.panel_bytes();
-    m_panels += section.n_panels();
     m_outputs += part.outputs;
     m_sections.push_back(section);
     m_formats.push_back(part.format);
@@ -159,10 +157,16 @@ void Matrix::place(const Data& data) {
   }
 }
 
-std::pair<const Section*, std::int64_t> Matrix::panel(std::int64_t number) const {
+std::int64_t Matrix::n_panels(int together) const {
+  std::int64_t count = 0;
+  for (const Section& section : m_sections) count += section.n_panels(together);
+  return count;
+}
+
+std::pair<const Section*, std::int64_t> Matrix::panel(std::int64_t number, int together) const {
   const Section* section = m_sections.data();
-  for (; number >= section->n_panels(); ++section) number -= section->n_panels();
-  return {section, number};
+  for (; number >= section->n_panels(together); ++section) number -= section->n_panels(together);
+  return {section, number * together};
 }
 
 void Matrix::pack(std::int64_t number, const std::byte* const* rows, std::uint8_t* data) const {

@@ -19,7 +19,11 @@ struct Section {
   std::int64_t first = 0;
   std::int64_t outputs = 0;
 
-  std::int64_t n_panels() const { return (outputs + panel_outputs - 1) / panel_outputs; }
+  /// Panels; with `together`: runs of so many of them.
+  std::int64_t n_panels(int together = 1) const {
+    const std::int64_t of_run = std::int64_t{together} * panel_outputs;
+    return (outputs + of_run - 1) / of_run;
+  }
 };
 
 /// Where the columns of x belong among the inputs of panels; x is zero at the others. Trivial, for
@@ -66,10 +70,11 @@ class Matrix {
   }
   /// Bytes of all panels.
   std::int64_t bytes() const { return m_bytes; }
-  /// Panels of all sections.
-  std::int64_t n_panels() const { return m_panels; }
-  /// Returns the section of a panel counted over all sections, and the panel's number in it.
-  std::pair<const Section*, std::int64_t> panel(std::int64_t number) const;
+  /// Panels of all sections; with `together`: runs of so many panels of one section.
+  std::int64_t n_panels(int together = 1) const;
+  /// Returns the section of a panel counted over all sections, and the panel's number in it; with
+  /// `together`: of a run, and its first panel.
+  std::pair<const Section*, std::int64_t> panel(std::int64_t number, int together = 1) const;
 
   /// Uses `data`, of bytes() bytes at a multiple of 64.
   void place(const Data& data);
@@ -86,7 +91,7 @@ class Matrix {
  private:
   void add_sections(const std::vector<Part>& parts);
 
-  std::int64_t m_outputs = 0, m_inputs = 0, m_padded = 0, m_bytes = 0, m_panels = 0;
+  std::int64_t m_outputs = 0, m_inputs = 0, m_padded = 0, m_bytes = 0;
   std::vector<Section> m_sections;
   std::vector<const Format*> m_formats;  // of sections
   std::vector<std::int64_t> m_offsets;   // of sections in the data

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <kvzap/core/array_view.hpp>
+#include <limits>
+#include <string>
 
 #include "linalg/quantised/matrix.hpp"
 
@@ -12,7 +14,14 @@ using Floats = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
 using ConstFloats = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
 using ConstFloatVector = Kokkos::View<const float*, MemorySpace>;
 
-/// Returns whether multiply_blocks is faster for this many rows of x than unpacking the weights.
+/// Stands for any number of rows.
+inline constexpr std::int64_t any_rows = std::numeric_limits<std::int64_t>::max();
+/// Returns up to how many rows of x this machine multiplies weights of integers by bytes, and does
+/// not unpack them: 32, or any_rows.
+std::int64_t most_rows_by_blocks();
+/// Returns the kind of byte products and the rows that take them, such as "AVX2, up to 32 rows".
+std::string byte_products_text();
+/// Returns whether multiply_blocks is preferred to unpacking the weights for this many rows of x.
 bool prefers_blocks(std::int64_t rows, const Matrix& weights);
 
 /// target (padded_inputs) = a row of x in the order of panels, 0 beside its columns. Hosts only.

@@ -182,7 +182,6 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"linalg/host/packed_kernels.inc", "Linear.EveryInstructionSet"},
     {"linalg/quantised/kernels.inc", "QuantisedFormat.UnpackedPanelsHaveTheSameValues"},
     {"linalg/quantised/product_kernels.inc", "QuantisedFormat.InstructionSetsAgree"},
-    {"shift_by_offset", "QuantisedFormat.InstructionSetsAgree"},
     {"widen_half_zero", "QuantisedFormat.InstructionSetsAgree"},
     {"round_group", "QuantisedFormat.UnpackedPanelsHaveTheSameValues"},
     {"add_chunk_float8", "QuantisedFormat.InstructionSetsAgree"},

@@ -283,53 +283,65 @@ TEST(ByteRows, AreNearest) {
         continue;
       }
       ASSERT_FLOAT_EQ(row.scales[g], largest / 127);
-      ASSERT_EQ(row.sums[2 * g], row.scales[g] * static_cast<float>(sums[0]));
-      ASSERT_EQ(row.sums[2 * g + 1], row.scales[g] * static_cast<float>(sums[1]));
-      ASSERT_EQ(row.totals[g], row.sums[2 * g] + row.sums[2 * g + 1]);
-      ASSERT_EQ(row.starts[g], -128 * (sums[0] + sums[1]));
+      ASSERT_EQ(row.totals[g], row.scales[g] * static_cast<float>(sums[0] + sums[1]));
+      ASSERT_EQ(row.starts[g], -(sums[0] + sums[1]));
+      ASSERT_EQ(row.half_starts[2 * g], -sums[0]);
+      ASSERT_EQ(row.half_starts[2 * g + 1], -sums[1]);
     }
   });
 }
 
-/// Each instruction set gives the sums of the portable kernel: dots are exact, floats may round. A
-/// row's sums do not depend on the other rows.
+/// Each instruction set gives the products of the rounded rows but for the rounding of floats,
+/// since dots are exact. A row's products depend neither on the other rows nor on the panels taken
+/// at once.
 TEST_P(QuantisedFormat, InstructionSetsAgree) {
   if (!base::runs_on_host) GTEST_SKIP() << "host kernels";
   std::mt19937 random(3);
-  const StoredRows rows(GetParam(), 16, 768, random);
-  const Weights weights({rows}, {{0, 768}});
+  constexpr int outputs = 3 * 16 - 7, inputs = 768;  // the last panel has no other beside it
+  const StoredRows rows(GetParam(), outputs, inputs, random);
+  const Weights weights({rows}, {{0, inputs}});
   const quantised::Section& section = weights.matrix->sections()[0];
   using base::ByteProducts;
-  for (const int n_rows : {1, 2, 3, 4, 5, 8, 15, 64, quantised::most_rows}) {
-    const linalg::Matrix x = random_rows(n_rows, 768, random);
+  for (const int n_rows : {1, 2, 3, 4, 5, 8, 15, 31, 32, 33, 64, quantised::most_rows}) {
+    const linalg::Matrix x = random_rows(n_rows, inputs, random);
     const bool by_floats = weights.matrix->has_floats();
-    std::vector<std::uint8_t> buffer(n_rows * quantised::ByteRows::row_bytes(768, by_floats));
-    auto bytes = quantised::ByteRows::at(buffer.data(), n_rows, 768, by_floats);
+    std::vector<std::uint8_t> buffer(n_rows * quantised::ByteRows::row_bytes(inputs, by_floats));
+    auto bytes = quantised::ByteRows::at(buffer.data(), n_rows, inputs, by_floats);
     if (by_floats) bytes.floats = x.data();
-    for (int m = 0; m < n_rows && !by_floats; ++m) {
-      quantised::round_to_bytes(&x(m, 0), bytes.row(m));
+    std::vector<double> expected(n_rows * outputs), bounds(n_rows * outputs);
+    for (int m = 0; m < n_rows; ++m) {
+      if (!by_floats) quantised::round_to_bytes(&x(m, 0), bytes.row(m));
+      for (int k = 0; k < inputs; ++k) {
+        const std::int64_t at = std::int64_t{k / 32} * n_rows + m;
+        const double own =
+            by_floats ? x(m, k) : double{bytes.scales[at]} * bytes.values[at * 32 + k % 32];
+        for (int n = 0; n < outputs; ++n) {
+          expected[m * outputs + n] += own * weights.values[n][k];
+          bounds[m * outputs + n] += 2e-6 * std::fabs(own * weights.values[n][k]);
+        }
+      }
     }
-    std::vector<float> expected(n_rows * 16), found(n_rows * 16);
-    quantised::product(quantised::add_chunk_of(ByteProducts::portable), section, 0, bytes, nullptr,
-                       {expected.data(), 16, n_rows});
     for (const auto set : {ByteProducts::portable, ByteProducts::neon_dot, ByteProducts::avx2,
                            ByteProducts::avx_vnni, ByteProducts::avx512_vnni}) {
       if (!base::processor_has(set)) continue;
+      SCOPED_TRACE(std::string(base::name_of(set)) + ", " + std::to_string(n_rows) + " rows");
       const quantised::AddChunk add_chunk = quantised::add_chunk_of(set);
-      quantised::product(add_chunk, section, 0, bytes, nullptr, {found.data(), 16, n_rows});
+      const int together = by_floats ? 1 : add_chunk.panels_at_once(n_rows);
+      std::vector<float> found(n_rows * outputs);
+      for (std::int64_t panel = 0; panel < section.n_panels(); panel += together) {
+        quantised::product(add_chunk, section, panel, together, bytes, nullptr,
+                           {&found[panel * 16], outputs, n_rows});
+      }
       for (std::size_t i = 0; i < found.size(); ++i) {
-        double terms = 0;
-        for (int k = 0; k < 768; ++k) {
-          terms += std::fabs(weights.values[i % 16][k] * x(i / 16, k));
-        }
-        ASSERT_NEAR(found[i], expected[i], 2e-6 * terms)
-            << base::name_of(set) << ", " << n_rows << " rows, element " << i;
+        ASSERT_NEAR(found[i], expected[i], bounds[i]) << "element " << i;
       }
       for (int m = 0; m < n_rows; ++m) {
-        float alone[16];
-        quantised::product(add_chunk, section, 0, bytes.row(m), nullptr, {alone, 16, 1});
-        ASSERT_TRUE(std::equal(alone, alone + 16, &found[m * 16]))
-            << base::name_of(set) << ", row " << m << " of " << n_rows;
+        float alone[outputs];
+        for (std::int64_t panel = 0; panel < section.n_panels(); ++panel) {
+          quantised::product(add_chunk, section, panel, 1, bytes.row(m), nullptr,
+                             {alone + panel * 16, outputs, 1});
+        }
+        ASSERT_TRUE(std::equal(alone, alone + outputs, &found[m * outputs])) << "row " << m;
       }
     }
   }
@@ -374,7 +386,8 @@ TEST_P(QuantisedFormat, LargestCodesDoNotOverflow) {
 INSTANTIATE_TEST_SUITE_P(All, QuantisedFormat, ::testing::ValuesIn(names),
                          [](const auto& test) { return std::string(test.param); });
 
-/// Products of any rows, with parts of several formats, ranges of columns and biases. Bytes and
+/// Products of any rows, also with gaps between them, with parts of several formats, ranges of
+/// columns and biases. Bytes and
 /// bf16 keep each x or w within 1/254 and 1/256 of its group's largest.
 class QuantisedMap : public ::testing::Test {
  protected:
@@ -383,7 +396,9 @@ class QuantisedMap : public ::testing::Test {
     const std::int64_t outputs = weights.matrix->outputs();
     const std::int64_t inputs = weights.matrix->inputs();
     SCOPED_TRACE("rows " + std::to_string(rows) + " outputs " + std::to_string(outputs));
-    const linalg::Matrix x = random_rows(rows, inputs, random);
+    const linalg::Matrix wide_x = random_rows(rows, inputs + (biased ? 0 : 5), random);
+    const linalg::Matrix x(
+        Kokkos::subview(wide_x, Kokkos::ALL, std::make_pair(std::int64_t{0}, inputs)));
     const linalg::Vector bias("bias", biased ? outputs : 0);
     const auto host_bias = Kokkos::create_mirror_view(bias);
     for (std::size_t n = 0; n < bias.extent(0); ++n) host_bias(n) = uniform(random);
@@ -393,7 +408,7 @@ class QuantisedMap : public ::testing::Test {
         Kokkos::subview(wide, Kokkos::ALL, std::make_pair(std::int64_t{0}, outputs)));
     m_map(ExecutionSpace(), x, linalg::LinearWeights(kvzap::DTypeOf<Value>::value, weights.matrix),
           bias, y);
-    const auto host_x = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), x);
+    const auto host_x = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), wide_x);
     const auto host_y = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), wide);
     for (std::int64_t m = 0; m < rows; ++m) {
       for (std::int64_t n = 0; n < outputs; ++n) {
@@ -436,16 +451,62 @@ TEST_F(QuantisedMap, AnyShapeAtEveryLevel) {
   const Weights cut_floats(floats, {{100, 130}, {200, 600}});
   const Weights shuffled = Weights::shuffled(mixed, some_places(768, 700, random));
   Levels::for_each([&] {
-    for (const std::int64_t rows : {1, 2, 7, 16, 32, 33, 70, 150, 800}) {
+    for (const std::int64_t rows : {1, 2, 7, 16, 31, 32, 33, 64, 100, 257, 800}) {
       for (const Weights* weights :
            {&whole, &cut, &narrow, &cut_narrow, &single, &whole_floats, &cut_floats, &shuffled}) {
         // Many rows take long: each kind of code meets them once.
-        if (rows == 800 && weights != &whole && weights != &whole_floats) continue;
+        if (rows > 100 && weights != &whole && weights != &whole_floats) continue;
         check<bfloat16>(*weights, rows, rows % 2 == 0, random);
       }
     }
   });
   EXPECT_LT(errors / static_cast<double>(elements), 0.1);
+}
+
+/// Products of many rows by bytes, which most levels take in builds without oneDNN alone.
+TEST_F(QuantisedMap, ManyRowsByBytesAtEveryLevel) {
+  if (!base::runs_on_host) GTEST_SKIP() << "host kernels";
+  const Levels levels;
+  std::mt19937 random(11);
+  const std::vector<StoredRows> mixed = {
+      {"Q4_K", 30, 512, random}, {"Q6_K", 16, 512, random}, {"Q5_0", 75, 512, random}};
+  const Weights weights(mixed, {{0, 256}, {290, 512}});
+  const std::int64_t inputs = weights.matrix->inputs(), outputs = weights.matrix->outputs();
+  for (const std::int64_t rows : {33, 64, 100, 257, 800}) {
+    const linalg::Matrix x = random_rows(rows, inputs, random);
+    const linalg::Matrix y("y", rows, outputs), alone("alone", 1, outputs);
+    Levels::for_each([&] {
+      Kokkos::View<std::uint8_t*, MemorySpace> buffer;
+      quantised::multiply_blocks(x, *weights.matrix, linalg::ConstVector(), buffer, y);
+      for (const std::int64_t m : {std::int64_t{0}, rows / 2, rows - 1}) {
+        const auto own = std::make_pair(m, m + 1);
+        quantised::multiply_blocks(Kokkos::subview(x, own, Kokkos::ALL), *weights.matrix,
+                                   linalg::ConstVector(), buffer, alone);
+        for (std::int64_t n = 0; n < outputs; ++n) ASSERT_EQ(y(m, n), alone(0, n)) << m << ' ' << n;
+      }
+    });
+  }
+}
+
+TEST_F(QuantisedMap, RuleOfRowsThatTakeBytes) {
+  const Levels levels;
+  std::mt19937 random(10);
+  const Weights integers({{"Q4_K", 16, 256, random}}, {{0, 256}});
+  const Weights floats({{"F8_E4M3", 16, 256, random}}, {{0, 256}});
+  Levels::for_each([&] {
+    const std::int64_t most = quantised::most_rows_by_blocks();
+    const bool any = most == quantised::any_rows;
+    EXPECT_TRUE(any || most == 32);
+    EXPECT_TRUE(any || base::machine().simd() != base::SimdLevel::avx2);
+    EXPECT_TRUE(quantised::prefers_blocks(32, *integers.matrix));
+    EXPECT_EQ(quantised::prefers_blocks(33, *integers.matrix), any);
+    EXPECT_EQ(quantised::prefers_blocks(4096, *integers.matrix), any);
+    EXPECT_TRUE(quantised::prefers_blocks(32, *floats.matrix));
+    EXPECT_FALSE(quantised::prefers_blocks(33, *floats.matrix));
+    EXPECT_EQ(quantised::byte_products_text(),
+              std::string(base::name_of(base::byte_products())) +
+                  (any ? ", any number of rows" : ", up to 32 rows"));
+  });
 }
 
 TEST_F(QuantisedMap, DeviceKernels) {

@@ -644,7 +644,7 @@ class Errors(SharedServerTest):
         self.assertFalse(any(key in self.server.log() for key in self.KEYS))
 
     def test_paths_and_methods(self):
-        for method, path in (("GET", "/none"), ("POST", "/none"), ("GET", "/v1"), ("POST", "/v1/embeddings"),
+        for method, path in (("GET", "/none"), ("POST", "/none"), ("GET", "/v1"), ("POST", "/v1/images"),
                              ("GET", "/kvzap"), ("GET", "/../etc/passwd"), ("GET", "/%2e%2e/%2e%2e/etc/passwd")):
             self.check_error(self.ask(method, path, {} if method == "POST" else None), 404)
         for method, path, meant in (("POST", "/chat/completions", CHAT), ("POST", "/api/chat", CHAT),

@@ -1,4 +1,5 @@
 """Log probabilities of prompts: completions with `echo` and `logprobs`, as harnesses for evaluation ask for them."""
+import json
 import math
 import unittest
 
@@ -92,11 +93,18 @@ class PromptLogprobs(SharedServerTest):
 
     def test_policies(self):
         text = CASE["context"][:2000]
-        budget = {"policy": "snapkv", "evict_ratio": 0.5}
-        status, _, body = self.server.request("POST", PLAIN, {"prompt": text, "echo": True, "logprobs": 1,
-                                                              "kvzap": budget})
-        self.assertEqual(status, 400, body)
-        self.assertIn(b"kvzap.prune", body)
+        full = lists_of(self.ask(text, kvzap={"prune": "none"}, max_tokens=1))
+        for policy, takes_parts in (("snapkv", True), ("compactor", False)):
+            status, _, body = self.server.request("POST", PLAIN, {
+                "prompt": text, "echo": True, "logprobs": 1, "max_tokens": 1, "kvzap": {"policy": policy, "evict_ratio": 0.5}})
+            self.assertEqual(status, 200 if takes_parts else 400, body)
+            if not takes_parts:
+                self.assertIn(b"kvzap.prune", body)
+                continue
+            # The prompt has them before its rows are chosen.
+            found = lists_of(json.loads(body))["token_logprobs"][1:-1]
+            for one, other in zip(found, full["token_logprobs"][1:]):
+                self.assertAlmostEqual(one, other, places=4)
 
 
 class Preempted(ServerTest):

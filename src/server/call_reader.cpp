@@ -37,19 +37,18 @@ bool Cursor::skip(std::string_view mark) {
 }
 
 std::optional<std::string_view> Cursor::until(std::string_view mark) {
-  const std::string_view text = rest().substr(0, longest_name);
-  const std::size_t found = text.find(mark);
-  if (found == text.npos) {
-    if (text.size() < longest_name) m_wants_more = true;
-    return std::nullopt;
-  }
-  advance(found + mark.size());
-  return text.substr(0, found);
+  const auto name = name_before(rest().substr(0, longest_name).find(mark));
+  if (name) advance(mark.size());
+  return name;
 }
 
 std::optional<std::string_view> Cursor::before(std::string_view characters) {
-  const std::string_view text = rest().substr(0, longest_name);
-  const std::size_t found = text.find_first_of(characters);
+  return name_before(rest().substr(0, longest_name).find_first_of(characters));
+}
+
+/// Takes the next `found` bytes; npos: what ends a name was not found.
+std::optional<std::string_view> Cursor::name_before(std::size_t found) {
+  const std::string_view text = rest();
   if (found == text.npos) {
     if (text.size() < longest_name) m_wants_more = true;
     return std::nullopt;

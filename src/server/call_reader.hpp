@@ -42,6 +42,8 @@ class Cursor {
   bool give_until(const std::string& mark, std::string& target);
 
  private:
+  std::optional<std::string_view> name_before(std::size_t found);
+
   static constexpr std::size_t longest_name = 1024;
 
   std::string_view m_text;

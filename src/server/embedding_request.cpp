@@ -15,17 +15,17 @@ std::size_t add_prompts(const Json& json, const char* field, const ServedModel& 
                         ApiRequest& request) {
   std::vector<Prompt> prompts =
       prompts_of(json, field, model.max_inputs, model, request.prompt_texts);
+  PruneWish none;
+  none.prune = PruneMode::none;
+  GenerationRequest generation;  // for each prompt
+  generation.max_new_tokens = 0;
+  generation.pooling = model.pooling;
+  generation.pruning = model.pruning_of(none);
+  generation.page_format = model.page_format_of(none);
   for (Prompt& prompt : prompts) {
-    GenerationRequest generation;
-    generation.max_new_tokens = 0;
-    generation.pooling = model.pooling;
-    PruneWish none;
-    none.prune = PruneMode::none;
-    generation.pruning = model.pruning_of(none);
-    generation.page_format = model.page_format_of(none);
     request.prompt_tokens += tokens_of(prompt);
     generation.prompt = std::move(prompt);
-    request.generations.push_back(std::move(generation));
+    request.generations.push_back(generation);
   }
   return prompts.size();
 }

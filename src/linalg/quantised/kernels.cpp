@@ -148,6 +148,19 @@ void unpack_panel(const Panels& panels, std::int64_t panel, Value* target) {
 
 void round_to_bytes(const float* x, const ByteRows& row) { KVZAP_AT_LEVEL(round_row)(x, row); }
 
+void list_rests(const ByteRows& block) {
+  for (std::int64_t g = 0; g < block.groups(); ++g) {
+    const float* const scales = block.scales + (block.groups() + g) * block.rows;
+    std::uint8_t* const rows = block.rest_rows + g * block.rows;
+    int count = 0;
+    for (int m = 0; m < block.rows; ++m) {
+      rows[count] = static_cast<std::uint8_t>(m);
+      count += scales[m] != 0 ? 1 : 0;
+    }
+    block.rest_counts[g] = static_cast<std::uint8_t>(count);
+  }
+}
+
 void widen_scales(const Panels& panels, std::int64_t panel, std::int64_t first, std::int64_t count,
                   float* coefficients) {
   const std::int64_t begin = first * group_inputs / panels.block;

@@ -3,6 +3,10 @@
 // The rows of x are rounded to bytes, in groups of 32 with a scale each. A group of a panel adds
 //   scale_x * (scale * sum(byte * (code - centre)) + minimum * sum(byte)),
 // where the sums are exact integers. Panels of floats are multiplied with x as it is.
+//
+// A group whose scale stands out in its row loses the most by rounding. What rounding leaves of
+// such groups is rounded to bytes once more, as groups of their own, the rests: then x has 16 bits
+// where it matters. Few groups stand out, so rests cost little.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +17,8 @@
 #include "linalg/quantised/matrix.hpp"
 
 namespace kvzap::linalg::quantised {
+
+enum class RowsAs { floats, bytes, bytes_and_rests };
 
 /// A block of rows of x in bytes: of each group of 32 inputs all rows, one after the other, so that
 /// kernels read a group's rows in address order. Arrays begin with the first row of group 0. For
@@ -26,6 +32,10 @@ struct ByteRows {
   std::int64_t inputs = 0;
   std::int64_t rows = 0;  // of the block, from one group to the next
   float* floats = nullptr;
+  // The rests follow the groups in the same arrays: that of group g is group groups() + g. Of each
+  // group the rows that have one, and their number. Null: there are no rests.
+  std::uint8_t* rest_rows = nullptr;
+  std::uint8_t* rest_counts = nullptr;
 
   std::int64_t groups() const { return inputs / group_inputs; }
   /// The block from row m on.
@@ -43,31 +53,42 @@ struct ByteRows {
     return row;
   }
   /// Bytes of one row in a buffer.
-  static std::int64_t row_bytes(std::int64_t inputs, bool by_floats) {
+  static std::int64_t row_bytes(std::int64_t inputs, RowsAs as) {
     constexpr std::int64_t word = sizeof(float);
-    return by_floats ? inputs * word : inputs + inputs / group_inputs * 5 * word;
+    if (as == RowsAs::floats) return inputs * word;
+    const std::int64_t groups = inputs / group_inputs;
+    const std::int64_t bytes = inputs + groups * 5 * word;
+    return as == RowsAs::bytes ? bytes : 2 * bytes + 4 * ((2 * groups + 3) / 4);
   }
   /// Rows in a buffer that begins at a multiple of 4.
-  static ByteRows at(std::uint8_t* buffer, std::int64_t rows, std::int64_t inputs, bool by_floats) {
+  static ByteRows at(std::uint8_t* buffer, std::int64_t rows, std::int64_t inputs, RowsAs as) {
     ByteRows all;
     all.inputs = inputs;
     all.rows = rows;
-    if (by_floats) {
+    if (as == RowsAs::floats) {
       all.floats = reinterpret_cast<float*>(buffer);
       return all;
     }
+    const std::int64_t count = rows * all.groups() * (as == RowsAs::bytes ? 1 : 2);
     all.values = reinterpret_cast<std::int8_t*>(buffer);
-    all.scales = reinterpret_cast<float*>(buffer + rows * inputs);
-    all.totals = all.scales + rows * all.groups();
-    all.starts = reinterpret_cast<std::int32_t*>(all.totals + rows * all.groups());
-    all.half_starts = all.starts + rows * all.groups();
+    all.scales = reinterpret_cast<float*>(buffer + count * group_inputs);
+    all.totals = all.scales + count;
+    all.starts = reinterpret_cast<std::int32_t*>(all.totals + count);
+    all.half_starts = all.starts + count;
+    if (as == RowsAs::bytes_and_rests) {
+      all.rest_rows = reinterpret_cast<std::uint8_t*>(all.half_starts + 2 * count);
+      all.rest_counts = all.rest_rows + rows * all.groups();
+    }
     return all;
   }
 };
 
 /// Rounds x (inputs) to the bytes of a block's first row: byte = round(x / scale), scale = max |x|
-/// / 127. A group with a value that is not finite gets the scale NaN.
+/// / 127. A group with a value that is not finite gets the scale NaN. If the block has rests, those
+/// of groups with scale^2 > 2 mean(scale^2) of the row get a 254th of the scale, the others 0.
 void round_to_bytes(const float* x, const ByteRows& row);
+/// Lists the rests of a block whose rows are all rounded.
+void list_rests(const ByteRows& block);
 
 constexpr bool is_signed(CodeKind kind) {
   return kind == CodeKind::bytes || kind == CodeKind::table || is_float(kind);
@@ -122,6 +143,8 @@ struct AddChunk {
   /// The panels that a chunk has for many rows, of at least `least_rows`. For fewer: one.
   int panels;
   std::int64_t least_rows;
+  /// Whether it adds the rests of `least_rows` rows or more.
+  bool takes_rests;
 
   int panels_at_once(std::int64_t n_rows) const { return n_rows < least_rows ? 1 : panels; }
 };

@@ -60,10 +60,23 @@ constexpr BlocksRule blocks_rules[] = {
      },
      any_rows},
     // By AVX512-VNNI on a core of an AMD EPYC (Zen 5), 33 to 4,096 rows of all types take 0.55 to
-    // 0.87 of the time of unpacking to bf16. But x in bytes raises the perplexity of SmolLM2-135M
-    // (Q4_1) by 0.33 %, from 16.703 to 16.759; f32 gives 16.705. (AMX, NEON: not measured.)
+    // 0.87 of the time of unpacking to bf16, without rests.
+    {[](base::SimdLevel level, base::ByteProducts products) {
+       return level <= base::SimdLevel::avx512_bf16 && products == base::ByteProducts::avx512_vnni;
+     },
+     any_rows},
+    // (AMX, NEON: not measured.)
     {[](base::SimdLevel, base::ByteProducts) { return true; }, 32},
 };
+// So many rows and more have rests, where kernels take them. Without rests x in bytes raises the
+// perplexity of SmolLM2-135M (Q4_1) by 0.33 %; fewer rows are those of answers.
+constexpr std::int64_t least_rows_of_rests = 33;
+
+RowsAs rows_as(std::int64_t rows, const Matrix& weights, const AddChunk& add_chunk) {
+  if (weights.has_floats()) return RowsAs::floats;
+  return rows >= least_rows_of_rests && add_chunk.takes_rests ? RowsAs::bytes_and_rests
+                                                              : RowsAs::bytes;
+}
 
 }  // namespace
 
@@ -102,24 +115,26 @@ void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFlo
   constexpr std::int64_t most_at_once = 8 * most_rows;
   const std::int64_t rows = x.extent(0);
   if (rows > most_at_once) {
-    for (std::int64_t m = 0; m < rows; m += most_at_once) {
-      const auto some = std::make_pair(m, std::min(rows, m + most_at_once));
+    const std::int64_t parts = (rows + most_at_once - 1) / most_at_once;
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const auto some = std::make_pair(rows * part / parts, rows * (part + 1) / parts);
       multiply_blocks(Kokkos::subview(x, some, Kokkos::ALL), weights, bias, buffer,
                       Kokkos::subview(y, some, Kokkos::ALL));
     }
     return;
   }
   const std::int64_t inputs = weights.padded_inputs();
-  const bool by_floats = weights.has_floats();
-  base::reserve_scratch(buffer, rows * ByteRows::row_bytes(inputs, by_floats),
-                        "kvzap::linear::bytes");
+  const AddChunk add_chunk = add_chunk_in_use();
+  const RowsAs as = rows_as(rows, weights, add_chunk);
+  const bool by_floats = as == RowsAs::floats;
+  const std::int64_t row_bytes = ByteRows::row_bytes(inputs, as);
+  base::reserve_scratch(buffer, rows * row_bytes, "kvzap::linear::bytes");
   // Blocks of equally many rows, whose sums stay in a first-level cache.
   const std::int64_t blocks = (rows + most_rows - 1) / most_rows;
   const std::int64_t block_rows = (rows + 4 * blocks - 1) / (4 * blocks) * 4;
-  const auto block_of = [&, data = buffer.data()](std::int64_t block) {
+  const auto block_of = [=, data = buffer.data()](std::int64_t block) {
     const std::int64_t m = block * block_rows;
-    return ByteRows::at(data + m * ByteRows::row_bytes(inputs, by_floats),
-                        std::min(block_rows, rows - m), inputs, by_floats);
+    return ByteRows::at(data + m * row_bytes, std::min(block_rows, rows - m), inputs, as);
   };
   const bool as_it_is = !by_floats && weights.is_in_order();
   base::host_for("kvzap::linear::round_to_bytes", rows, inputs, [&, block_of](std::int64_t m) {
@@ -131,7 +146,10 @@ void multiply_blocks(const ConstFloats& x, const Matrix& weights, const ConstFlo
     spread_row(&x(m, 0), weights, padded);
     if (!by_floats) round_to_bytes(padded, target);
   });
-  const AddChunk add_chunk = add_chunk_in_use();
+  if (as == RowsAs::bytes_and_rests) {
+    base::host_for("kvzap::linear::list_rests", blocks, block_rows * inputs,
+                   [=](std::int64_t block) { list_rests(block_of(block)); });
+  }
   const int together = by_floats ? 1 : add_chunk.panels_at_once(block_rows);
   // All rows for the same panels, so that memory is read once for them. On a core of an AMD EPYC
   // (Zen 5) 768 rows with 4,096 inputs and 12,288 outputs of Q8_0 then take 104 ms and not 107.

@@ -22,6 +22,7 @@ namespace {
 
 using namespace kvzap;
 namespace quantised = linalg::quantised;
+using quantised::RowsAs;
 using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
 constexpr const char* names[] = {"Q4_0", "Q4_1", "Q5_0",   "Q5_1",  "Q8_0", "Q4_K",
@@ -264,8 +265,8 @@ TEST(ByteRows, AreNearest) {
   for (int k = 96; k < 128; ++k) x(0, k) *= 1e-39f;
   x(0, 140) = -1000;
   Levels::for_each([&] {
-    std::vector<std::uint8_t> buffer(quantised::ByteRows::row_bytes(inputs, false));
-    const auto row = quantised::ByteRows::at(buffer.data(), 1, inputs, false);
+    std::vector<std::uint8_t> buffer(quantised::ByteRows::row_bytes(inputs, RowsAs::bytes));
+    const auto row = quantised::ByteRows::at(buffer.data(), 1, inputs, RowsAs::bytes);
     quantised::round_to_bytes(&x(0, 0), row);
     for (int g = 0; g < groups; ++g) {
       const float* const values = &x(0, 32 * g);
@@ -291,6 +292,48 @@ TEST(ByteRows, AreNearest) {
   });
 }
 
+/// Groups that stand out in their row keep 16 bits, the others 8; lists name the rows that have
+/// them.
+TEST(ByteRows, KeepRests) {
+  if (!base::runs_on_host) GTEST_SKIP() << "host kernels";
+  const Levels levels;
+  std::mt19937 random(10);
+  constexpr int rows = 5, inputs = 640, groups = inputs / 32;
+  const linalg::Matrix x("x", rows, inputs);
+  const auto stands_out = [](int m, int g) { return m > 0 && (g == m || (m == 3 && g == 7)); };
+  for (int m = 0; m < rows; ++m) {
+    for (int k = 0; k < inputs; ++k)
+      x(m, k) = uniform(random) * (stands_out(m, k / 32) ? 40.0f : 1.0f);
+  }
+  x(4, 300) = std::nanf("");  // no group of its row stands out of NaN
+  Levels::for_each([&] {
+    std::vector<std::uint8_t> buffer(
+        rows * quantised::ByteRows::row_bytes(inputs, RowsAs::bytes_and_rests));
+    const auto block =
+        quantised::ByteRows::at(buffer.data(), rows, inputs, RowsAs::bytes_and_rests);
+    for (int m = 0; m < rows; ++m) quantised::round_to_bytes(&x(m, 0), block.row(m));
+    quantised::list_rests(block);
+    for (int g = 0; g < groups; ++g) {
+      std::vector<int> expected;
+      for (int m = 0; m < rows - 1; ++m) {
+        const int at = g * rows + m, rest = (groups + g) * rows + m;
+        if (stands_out(m, g)) expected.push_back(m);
+        for (int i = 0; i < 32; ++i) {
+          double value = double{block.scales[at]} * block.values[at * 32 + i];
+          double step = block.scales[at];
+          if (stands_out(m, g)) {
+            step = block.scales[rest];
+            value += step * block.values[rest * 32 + i];
+          }
+          ASSERT_NEAR(value, x(m, 32 * g + i), 0.501 * step) << m << ' ' << g;
+        }
+      }
+      const std::uint8_t* const list = block.rest_rows + g * rows;
+      ASSERT_EQ(std::vector<int>(list, list + block.rest_counts[g]), expected) << g;
+    }
+  });
+}
+
 /// Each instruction set gives the products of the rounded rows but for the rounding of floats,
 /// since dots are exact. A row's products depend neither on the other rows nor on the panels taken
 /// at once.
@@ -304,44 +347,60 @@ TEST_P(QuantisedFormat, InstructionSetsAgree) {
   using base::ByteProducts;
   for (const int n_rows : {1, 2, 3, 4, 5, 8, 15, 31, 32, 33, 64, quantised::most_rows}) {
     const linalg::Matrix x = random_rows(n_rows, inputs, random);
+    for (int m = 0; m < n_rows; m += 3) x(m, m * 37 % inputs) = 50;
     const bool by_floats = weights.matrix->has_floats();
-    std::vector<std::uint8_t> buffer(n_rows * quantised::ByteRows::row_bytes(inputs, by_floats));
-    auto bytes = quantised::ByteRows::at(buffer.data(), n_rows, inputs, by_floats);
-    if (by_floats) bytes.floats = x.data();
-    std::vector<double> expected(n_rows * outputs), bounds(n_rows * outputs);
-    for (int m = 0; m < n_rows; ++m) {
-      if (!by_floats) quantised::round_to_bytes(&x(m, 0), bytes.row(m));
-      for (int k = 0; k < inputs; ++k) {
-        const std::int64_t at = std::int64_t{k / 32} * n_rows + m;
-        const double own =
-            by_floats ? x(m, k) : double{bytes.scales[at]} * bytes.values[at * 32 + k % 32];
-        for (int n = 0; n < outputs; ++n) {
-          expected[m * outputs + n] += own * weights.values[n][k];
-          bounds[m * outputs + n] += 2e-6 * std::fabs(own * weights.values[n][k]);
-        }
-      }
-    }
-    for (const auto set : {ByteProducts::portable, ByteProducts::neon_dot, ByteProducts::avx2,
-                           ByteProducts::avx_vnni, ByteProducts::avx512_vnni}) {
-      if (!base::processor_has(set)) continue;
-      SCOPED_TRACE(std::string(base::name_of(set)) + ", " + std::to_string(n_rows) + " rows");
-      const quantised::AddChunk add_chunk = quantised::add_chunk_of(set);
-      const int together = by_floats ? 1 : add_chunk.panels_at_once(n_rows);
-      std::vector<float> found(n_rows * outputs);
-      for (std::int64_t panel = 0; panel < section.n_panels(); panel += together) {
-        quantised::product(add_chunk, section, panel, together, bytes, nullptr,
-                           {&found[panel * 16], outputs, n_rows});
-      }
-      for (std::size_t i = 0; i < found.size(); ++i) {
-        ASSERT_NEAR(found[i], expected[i], bounds[i]) << "element " << i;
-      }
+    for (const bool with_rests : {false, true}) {
+      if (with_rests && by_floats) continue;
+      const RowsAs as = by_floats    ? RowsAs::floats
+                        : with_rests ? RowsAs::bytes_and_rests
+                                     : RowsAs::bytes;
+      std::vector<std::uint8_t> buffer(n_rows * quantised::ByteRows::row_bytes(inputs, as));
+      auto bytes = quantised::ByteRows::at(buffer.data(), n_rows, inputs, as);
+      if (by_floats) bytes.floats = x.data();
+      std::vector<double> expected(n_rows * outputs), bounds(n_rows * outputs);
       for (int m = 0; m < n_rows; ++m) {
-        float alone[outputs];
-        for (std::int64_t panel = 0; panel < section.n_panels(); ++panel) {
-          quantised::product(add_chunk, section, panel, 1, bytes.row(m), nullptr,
-                             {alone + panel * 16, outputs, 1});
+        if (!by_floats) quantised::round_to_bytes(&x(m, 0), bytes.row(m));
+        for (int k = 0; k < inputs; ++k) {
+          const std::int64_t at = std::int64_t{k / 32} * n_rows + m;
+          double own =
+              by_floats ? x(m, k) : double{bytes.scales[at]} * bytes.values[at * 32 + k % 32];
+          if (with_rests) {
+            const std::int64_t rest = at + bytes.groups() * n_rows;
+            if (bytes.scales[rest] != 0) {
+              own += double{bytes.scales[rest]} * bytes.values[rest * 32 + k % 32];
+            }
+          }
+          for (int n = 0; n < outputs; ++n) {
+            expected[m * outputs + n] += own * weights.values[n][k];
+            bounds[m * outputs + n] += 2e-6 * std::fabs(own * weights.values[n][k]);
+          }
         }
-        ASSERT_TRUE(std::equal(alone, alone + outputs, &found[m * outputs])) << "row " << m;
+      }
+      if (with_rests) quantised::list_rests(bytes);
+      for (const auto set : {ByteProducts::portable, ByteProducts::neon_dot, ByteProducts::avx2,
+                             ByteProducts::avx_vnni, ByteProducts::avx512_vnni}) {
+        if (!base::processor_has(set)) continue;
+        SCOPED_TRACE(std::string(base::name_of(set)) + ", " + std::to_string(n_rows) + " rows");
+        const quantised::AddChunk add_chunk = quantised::add_chunk_of(set);
+        if (with_rests && (!add_chunk.takes_rests || n_rows < add_chunk.least_rows)) continue;
+        const int together = by_floats ? 1 : add_chunk.panels_at_once(n_rows);
+        std::vector<float> found(n_rows * outputs);
+        for (std::int64_t panel = 0; panel < section.n_panels(); panel += together) {
+          quantised::product(add_chunk, section, panel, together, bytes, nullptr,
+                             {&found[panel * 16], outputs, n_rows});
+        }
+        for (std::size_t i = 0; i < found.size(); ++i) {
+          ASSERT_NEAR(found[i], expected[i], bounds[i]) << "element " << i;
+        }
+        if (with_rests) continue;  // kernels of a few rows take none
+        for (int m = 0; m < n_rows; ++m) {
+          float alone[outputs];
+          for (std::int64_t panel = 0; panel < section.n_panels(); ++panel) {
+            quantised::product(add_chunk, section, panel, 1, bytes.row(m), nullptr,
+                               {alone + panel * 16, outputs, 1});
+          }
+          ASSERT_TRUE(std::equal(alone, alone + outputs, &found[m * outputs])) << "row " << m;
+        }
       }
     }
   }
@@ -463,7 +522,8 @@ TEST_F(QuantisedMap, AnyShapeAtEveryLevel) {
   EXPECT_LT(errors / static_cast<double>(elements), 0.1);
 }
 
-/// Products of many rows by bytes, which most levels take in builds without oneDNN alone.
+/// Products of many rows by bytes, which some levels take in builds without oneDNN alone. A row's
+/// products do not depend on the other rows.
 TEST_F(QuantisedMap, ManyRowsByBytesAtEveryLevel) {
   if (!base::runs_on_host) GTEST_SKIP() << "host kernels";
   const Levels levels;
@@ -474,15 +534,19 @@ TEST_F(QuantisedMap, ManyRowsByBytesAtEveryLevel) {
   const std::int64_t inputs = weights.matrix->inputs(), outputs = weights.matrix->outputs();
   for (const std::int64_t rows : {33, 64, 100, 257, 800}) {
     const linalg::Matrix x = random_rows(rows, inputs, random);
-    const linalg::Matrix y("y", rows, outputs), alone("alone", 1, outputs);
+    constexpr std::int64_t some = 33;
+    const linalg::Matrix y("y", rows, outputs), part("part", some, outputs);
     Levels::for_each([&] {
       Kokkos::View<std::uint8_t*, MemorySpace> buffer;
       quantised::multiply_blocks(x, *weights.matrix, linalg::ConstVector(), buffer, y);
       for (const std::int64_t m : {std::int64_t{0}, rows / 2, rows - 1}) {
-        const auto own = std::make_pair(m, m + 1);
-        quantised::multiply_blocks(Kokkos::subview(x, own, Kokkos::ALL), *weights.matrix,
-                                   linalg::ConstVector(), buffer, alone);
-        for (std::int64_t n = 0; n < outputs; ++n) ASSERT_EQ(y(m, n), alone(0, n)) << m << ' ' << n;
+        const std::int64_t first = std::min(m, rows - some);
+        quantised::multiply_blocks(
+            Kokkos::subview(x, std::make_pair(first, first + some), Kokkos::ALL), *weights.matrix,
+            linalg::ConstVector(), buffer, part);
+        for (std::int64_t n = 0; n < outputs; ++n) {
+          ASSERT_EQ(y(m, n), part(m - first, n)) << m << ' ' << n;
+        }
       }
     });
   }

@@ -37,11 +37,12 @@ constexpr Variant skewed{"evict75_skew16", 0.75, 16};
 class Stage {
  public:
   const Engine& engine(const std::filesystem::path& folder, std::int64_t layers,
-                       std::int64_t vocabulary = 0) {
-    const auto key = std::make_tuple(folder, layers, vocabulary);
+                       std::int64_t vocabulary = 0,
+                       WeightStorage storage = WeightStorage::as_stored) {
+    const auto key = std::make_tuple(folder, layers, vocabulary, storage);
     if (!m_engine || key != m_engine_key) {
       clear();
-      m_engine = std::make_unique<Engine>(folder, layers, vocabulary);
+      m_engine = std::make_unique<Engine>(folder, layers, vocabulary, storage);
       m_engine_key = key;
     }
     return *m_engine;
@@ -117,7 +118,7 @@ class Stage {
 
  private:
   std::unique_ptr<Engine> m_engine;
-  std::tuple<std::filesystem::path, std::int64_t, std::int64_t> m_engine_key;
+  std::tuple<std::filesystem::path, std::int64_t, std::int64_t, WeightStorage> m_engine_key;
   std::unique_ptr<RandomScorer> m_scorer;
   std::unique_ptr<Surrogate> m_surrogate;
   std::unique_ptr<Engine::Decoder> m_decoder;
@@ -149,14 +150,18 @@ void run_decode(benchmark::State& state, Stage& stage, const Variant& variant,
   state.counters["rank_imbalance"] = kv.live_of_largest_rank * world().size() / kv.live;
 }
 
+/// Floating-point operations of the linear maps of a layer for one token.
+double layer_flops(const ModelConfig& config) {
+  const double q = static_cast<double>(config.num_attention_heads * config.head_dim);
+  const double kv = static_cast<double>(config.num_key_value_heads * config.head_dim);
+  return 2 * static_cast<double>(config.hidden_size) *
+         (2 * q + 2 * kv + 3 * static_cast<double>(config.intermediate_size));
+}
+
 /// Floating-point operations of a causal prefill: linear maps of all layers, and attention.
 double prefill_flops(const ModelConfig& config, double tokens) {
   const double q = static_cast<double>(config.num_attention_heads * config.head_dim);
-  const double kv = static_cast<double>(config.num_key_value_heads * config.head_dim);
-  const double hidden = static_cast<double>(config.hidden_size);
-  const double linear =
-      hidden * (2 * q + 2 * kv + 3 * static_cast<double>(config.intermediate_size));
-  const double layer = 2 * linear * tokens + 4 * q * tokens * (tokens + 1) / 2;
+  const double layer = layer_flops(config) * tokens + 4 * q * tokens * (tokens + 1) / 2;
   return layer * static_cast<double>(config.num_hidden_layers);
 }
 
@@ -192,9 +197,11 @@ void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bo
   report_kv(state, kv);
 }
 
-/// `sequences` sequences decode one token each in one step.
-void run_batch(benchmark::State& state, Stage& stage, const Variant& variant,
-               std::int64_t sequences, std::int64_t context) {
+/// `sequences` sequences decode one token each in one step. The limit is reading all weights and
+/// rows once, or all arithmetic, whichever takes longer: products at the rate of bf16, those of
+/// quantised weights at that of bytes.
+void run_batch(benchmark::State& state, Stage& stage, const Engine& engine, bool by_bytes,
+               const Variant& variant, std::int64_t sequences, std::int64_t context) {
   Engine::Decoder& decoder = stage.decoder(variant);
   std::vector<SequenceId> ids;
   for (std::int64_t i = 0; i < sequences; ++i) {
@@ -206,8 +213,22 @@ void run_batch(benchmark::State& state, Stage& stage, const Variant& variant,
   for (const SequenceId id : ids) batch.add(id, {1}, {}, StepOutput::argmax);
   const auto step = [&] { decoder.step(batch); };
   step();
+  const Yardstick read(Limit::read), gemm(Limit::gemm_bf16), bytes(Limit::byte_dots);
   const double seconds = time_iterations(state, step);
+  const ModelConfig& config = engine.model().config();
+  const double linear =
+      static_cast<double>(sequences) *
+      (layer_flops(config) * static_cast<double>(config.num_hidden_layers) +
+       2 * static_cast<double>(config.hidden_size) * static_cast<double>(config.vocab_size));
+  const double group = static_cast<double>(config.num_attention_heads / config.num_key_value_heads);
+  const double attention = 2 * group * kv.live / sizeof(Engine::Value);
+  const double reading = (weight_bytes_of_step(engine.model()) + kv.live) / read.rate();
+  const double arithmetic =
+      linear / (by_bytes ? bytes.rate() : gemm.rate()) + attention / gemm.rate();
   state.counters["tokens/s"] = static_cast<double>(sequences) / seconds;
+  state.counters["reading_ms"] = 1e3 * reading;
+  state.counters["arithmetic_ms"] = 1e3 * arithmetic;
+  state.counters["share"] = std::max(reading, arithmetic) / seconds;
   report_kv(state, kv);
 }
 
@@ -385,14 +406,21 @@ void register_benchmarks(const Options& options) {
 
   // Many sequences at once.
   constexpr std::int64_t batch_context = 1024;
-  for (const Variant& variant : {full, evicted}) {
-    for (const std::int64_t sequences : {1, 4, 16}) {
-      add(fmt::format("engine/batch/{}/{}/context:{}/sequences:{}", model, variant.name,
-                      batch_context, sequences),
-          steps, 5, [=](benchmark::State& state) {
-            stage->engine(folder, 0);
-            run_batch(state, *stage, variant, sequences, batch_context);
-          });
+  const auto counts =
+      quick ? std::vector<std::int64_t>{1, 4, 16} : std::vector<std::int64_t>{1, 4, 16, 64};
+  for (const auto& [name, storage] :
+       {std::pair("batch", WeightStorage::as_stored), std::pair("batch_q8", WeightStorage::q8),
+        std::pair("batch_q4", WeightStorage::q4)}) {
+    for (const Variant& variant : {full, evicted}) {
+      for (const std::int64_t sequences : counts) {
+        add(fmt::format("engine/{}/{}/{}/context:{}/sequences:{}", name, model, variant.name,
+                        batch_context, sequences),
+            steps, 5, [=, storage = storage](benchmark::State& state) {
+              const Engine& engine = stage->engine(folder, 0, 0, storage);
+              run_batch(state, *stage, engine, storage != WeightStorage::as_stored, variant,
+                        sequences, batch_context);
+            });
+      }
     }
   }
 

@@ -19,14 +19,15 @@ ModelConfig Engine::truncated(const std::filesystem::path& folder, std::int64_t 
   return config;
 }
 
-Engine::Engine(const std::filesystem::path& folder, std::int64_t layers, std::int64_t vocabulary)
+Engine::Engine(const std::filesystem::path& folder, std::int64_t layers, std::int64_t vocabulary,
+               WeightStorage storage)
     : m_model([&] {
         const ModelConfig config = truncated(folder, layers, vocabulary);
         return Model::load(
             folder, config, DTypeOf<Value>::value,
             HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                 static_cast<int>(config.num_key_value_heads), world().size()),
-            world().rank(), {0});
+            world().rank(), {0, storage});
       }()) {}
 
 std::unique_ptr<Engine::Decoder> Engine::decoder(Scorer* scorer) const {

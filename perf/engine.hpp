@@ -13,7 +13,7 @@
 
 namespace kvzap::perf {
 
-/// bf16 weights and cache, pages of 64 rows, a window of 128.
+/// bf16 weights, unless they are quantised at load, and cache, pages of 64 rows, a window of 128.
 class Engine {
  public:
   using Value = bfloat16;
@@ -23,7 +23,8 @@ class Engine {
 
   /// Uses the first `layers` layers of the model (0: all), and a vocabulary of `vocabulary` tokens
   /// (0: the model's own).
-  Engine(const std::filesystem::path& folder, std::int64_t layers, std::int64_t vocabulary = 0);
+  Engine(const std::filesystem::path& folder, std::int64_t layers, std::int64_t vocabulary = 0,
+         WeightStorage storage = WeightStorage::as_stored);
 
   const Model& model() const { return m_model; }
   const HeadPartition& partition() const { return m_model.partition(); }

@@ -38,11 +38,10 @@ def vocabulary(config):
     """Tokens by id, and the ids of the special ones: bytes, made-up words that no text becomes, and marks."""
     size, end = config["vocab_size"], config["eos_token_id"]
     end = end if isinstance(end, int) else end[0]
-    tokens = [*byte_letters(), ZERO + ZERO]
-    tokens += [f"\u0120w{i}" for i in range(len(tokens), size)]
-    special = {"<|endoftext|>": end - 2, "<|im_start|>": end - 1, "<|im_end|>": end}
-    for text, token in special.items():
-        tokens[token] = text
+    special = {"<|endoftext|>": (end - 2) % size, "<|im_start|>": (end - 1) % size, "<|im_end|>": end}
+    marks = {token: text for text, token in special.items()}
+    plain = iter([*byte_letters(), ZERO + ZERO, *(f"\u0120w{i}" for i in range(size))])
+    tokens = [marks[i] if i in marks else next(plain) for i in range(size)]
     return tokens, special
 
 

@@ -6,6 +6,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "base/byte_products.hpp"
 #include "base/simd.hpp"
 #if KVZAP_X86
 #include <immintrin.h>
@@ -366,6 +367,9 @@ KVZAP_TARGET_AVX2 void widen_avx2(const QuantisedRows& rows, std::int64_t row, f
 }
 
 #undef KVZAP_INLINE_HERE
+#include "linalg/host/quantised_row_products_avx512.inc"
+
+bool has_vnni() { return base::byte_products() == base::ByteProducts::avx512_vnni; }
 
 template <int G>
 void score_block(const SomeRows& keys, const QuantisedQueries& queries, int from, float* scores,
@@ -373,7 +377,9 @@ void score_block(const SomeRows& keys, const QuantisedQueries& queries, int from
   const int width = packed_width(keys.all.type, keys.all.dim);
   const QuantisedQueries some{queries.numbers + std::int64_t{from} * width, queries.sums + from,
                               queries.scales + from, G};
-  const auto kernel = keys.all.type == RowType::q4 ? score_avx2<G, true> : score_avx2<G, false>;
+  const bool is_q4 = keys.all.type == RowType::q4;
+  const auto kernel = has_vnni() ? (is_q4 ? score_avx512<G, true> : score_avx512<G, false>)
+                                 : (is_q4 ? score_avx2<G, true> : score_avx2<G, false>);
   kernel(keys, some, scores + from * stride, stride, ahead);
 }
 
@@ -434,6 +440,11 @@ void accumulate_block(const QuantisedRows& values, std::int64_t first, int rows,
   const int width = packed_width(values.type, values.dim);
   const std::int64_t bytes = QuantisedRows::code_bytes(values.type, values.dim);
   const RowSpan<const std::uint8_t> codes{values.codes + first * bytes, bytes, rows};
+  if (has_vnni()) {
+    const auto kernel =
+        values.type == RowType::q4 ? accumulate_avx512<G, true> : accumulate_avx512<G, false>;
+    return kernel(codes, rounded, sums, width, ahead);
+  }
   if (values.type == RowType::q8) {
     return accumulate_avx2<G, Codes::levels>(codes, rounded, sums, width, width, ahead);
   }

@@ -11,45 +11,11 @@
 #include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
 
+#define KVZAP_LEVEL_BODY "attention/host/quantised_attention.inc"
+#include "base/each_level.hpp"
+
 namespace kvzap::attention {
 namespace {
-
-#if KVZAP_X86
-// Replaces scores by exponentials times the scales of their values. Returns the sum of the
-// exponentials.
-KVZAP_TARGET_AVX2 float soften_avx2(float* scores, const bfloat16* scales, int count, float shift,
-                                    float scaling) {
-  using base::Vec8;
-  const Vec8 by = Vec8::all(scaling), less = Vec8::all(shift);
-  Vec8 total = Vec8::zero();
-  for (int r = 0; r < count; r += 8) {
-    alignas(16) bfloat16 last[8] = {};
-    const bfloat16* own = scales + r;
-    if (r + 8 > count) {  // the page may end after the last scale
-      std::copy_n(own, count - r, last);
-      own = last;
-    }
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(own));
-    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    const Vec8 score = Vec8::load_unaligned(scores + r);
-    const Vec8 p = keep(Vec8::first(count - r), avx2::exp_nonpositive((score - less) * by));
-    total = total + p;
-    store_unaligned(scores + r, p * Vec8{scale});
-  }
-  return base::total(total);
-}
-#endif
-
-float soften(float* scores, const bfloat16* scales, int count, float shift, float scaling) {
-#if KVZAP_X86
-  if (base::machine().has(base::SimdLevel::avx2)) {
-    return soften_avx2(scores, scales, count, shift, scaling);
-  }
-#endif
-  const float total = linalg::exp_shifted(scores, count, shift, scaling);
-  for (int r = 0; r < count; ++r) scores[r] *= static_cast<float>(scales[r]);
-  return total;
-}
 
 constexpr std::int64_t to_lines(std::int64_t floats) { return (floats + 15) / 16 * 16; }
 
@@ -135,7 +101,8 @@ void QuantisedAttention::attend(const Run& run, const Run& next) {
         linalg::scale(m_sums + std::int64_t{q} * m_columns, m_columns, factor);
         m_maximum[q] = maximum;
       }
-      m_weight[q] += soften(scores, values.scales + begin, count, shift_of(maximum), m_scaling);
+      m_weight[q] += KVZAP_AT_LEVEL(soften)(scores, values.scales + begin, count, shift_of(maximum),
+                                            m_scaling);
     }
     linalg::accumulate_quantised_rows(values, begin, count, {m_scores, decode_block_rows, m_group},
                                       m_sums, ask_for(ahead.values, first_ahead, rows_ahead));

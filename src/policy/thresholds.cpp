@@ -155,7 +155,7 @@ int look_up_window(const Pruning& pruning, const PruningNames& names) {
   }
   const ThresholdTable table = ThresholdTable::load(file);
   // Small windows cost generated text far more than contexts: with 8 tokens perplexity rises by
-  // 26 % at an evict ratio of 0.5, with 128 by 2 % (docs/reference/real-model.md, Generation).
+  // 26 % at an evict ratio of 0.5, with 128 by 2 % (docs/reference/real-model.md).
   if (pruning.mode_in_force() == PruneMode::always) return table.windows.front().window;
   if (pruning.looks_up_threshold() && pruning.amount.evict_ratio) {
     return table.window_for(*pruning.amount.evict_ratio);

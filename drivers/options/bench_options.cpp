@@ -237,6 +237,9 @@ Pruning pruning_of(const BenchOptions& o) {
   pruning.amount.threshold = o.threshold;
   pruning.window = o.window;
   pruning.auto_window = o.auto_window;
+  if (pruning.has_policy() && o.prune == name_of(PruneMode::always)) {
+    pruning.mode = PruneMode::always;
+  }
   pruning.chunk = o.chunk;
   return pruning;
 }

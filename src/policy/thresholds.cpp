@@ -83,14 +83,11 @@ std::vector<ThresholdTable::Window> read_windows(const JsonField& list) {
 ThresholdTable::Recommendation read_recommendation(const JsonField& field, std::int64_t version,
                                                    int usual_window) {
   ThresholdTable::Recommendation recommended;
-  recommended.window = usual_window;
   constexpr double most = std::numeric_limits<float>::max();
   recommended.threshold = field.member("threshold").number(-most, most);
-  if (!field.member("window").is_null()) {
-    recommended.window = read_window(field.member("window"));
-  } else if (version > 1) {
-    field.member("window").fail("a whole number");
-  }
+  const JsonField window = field.member("window");
+  // Earlier writers of version 1 left it out.
+  recommended.window = version == 1 && window.is_null() ? usual_window : read_window(window);
   recommended.evict_ratio = share_of(field, "evict_ratio");
   recommended.accuracy = share_of(field, "accuracy");
   recommended.accuracy_low = share_of(field, "accuracy_low");

@@ -232,10 +232,11 @@ def thresholds_of(folder):
     if not path.exists():
         return "Not measured yet. `kvzap calibrate` measures them on your texts."
     found = json.loads(path.read_text())
-    rows = [[r["evict_ratio"], f"{r['threshold']:.4f}", f"{r['deviation']:.3f}", f"{r['least']:.3f}", f"{r['most']:.3f}"]
-            for r in found["rows"]]
-    return (f"`thresholds.json` has the threshold for each evict ratio, measured on {found['texts']} held-out texts:\n\n"
-            + table(["evict ratio", "threshold", "deviation", "least of a text", "most"], rows))
+    rows = [[of["window"], r["evict_ratio"], f"{r['threshold']:.4f}", f"{r['deviation']:.3f}", f"{r['least']:.3f}",
+             f"{r['most']:.3f}"] for of in found.get("windows", [found]) for r in of["rows"]]
+    return (f"`thresholds.json` has the threshold for each window and evict ratio, measured on {found['texts']} held-out "
+            "texts:\n\n"
+            + table(["window", "evict ratio", "threshold", "deviation", "least of a text", "most"], rows))
 
 
 def card(folder, work):

@@ -45,20 +45,6 @@ std::vector<std::string> listed_in(const std::vector<std::string>& parts, const 
   return entries;
 }
 
-std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, const char* flag,
-                                        const char* usual, std::int64_t least, std::int64_t most) {
-  std::vector<std::int64_t> numbers;
-  for (const std::string& entry : listed_in(parts, flag, usual)) {
-    std::int64_t number = 0;
-    if (files::read_whole(entry, number) != files::DecimalFault::none || number < least ||
-        number > most) {
-      fail_entry(flag, entry, fmt::format("a whole number from {} to {}", least, most));
-    }
-    numbers.push_back(number);
-  }
-  return numbers;
-}
-
 }  // namespace
 
 std::vector<double> real_numbers(const std::vector<std::string>& parts, const char* flag,
@@ -70,6 +56,20 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
     if (files::read_real(entry, number) != files::DecimalFault::none || !std::isfinite(number) ||
         !is_good(number)) {
       fail_entry(flag, entry, expected);
+    }
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, const char* flag,
+                                        const char* usual, std::int64_t least, std::int64_t most) {
+  std::vector<std::int64_t> numbers;
+  for (const std::string& entry : listed_in(parts, flag, usual)) {
+    std::int64_t number = 0;
+    if (files::read_whole(entry, number) != files::DecimalFault::none || number < least ||
+        number > most) {
+      fail_entry(flag, entry, fmt::format("a whole number from {} to {}", least, most));
     }
     numbers.push_back(number);
   }
@@ -142,9 +142,10 @@ void declare_pruning_and_output(CLI::App& app, BenchOptions& o) {
       ->capture_default_str()
       ->check(CLI::IsMember({"prefill", "always"}))
       ->group(pruning);
-  app.add_option("--window", o.window, "most recent tokens that always stay; at least 1")
-      ->capture_default_str()
-      ->group(pruning);
+  declare_window(app, o.window, o.auto_window,
+                 "most recent tokens that always stay; at least 1. auto: the window that kvzap "
+                 "calibrate has recommended in the surrogate's folder",
+                 pruning);
   app.add_option("--prefill", o.prefill,
                  "dense: run a prompt with the full cache, then prune; sparse: run and prune chunk "
                  "by chunk; default: sparse if pairs are evicted, else dense")
@@ -231,6 +232,18 @@ std::vector<std::string> columns_of(const BenchOptions& o) {
   return entries;
 }
 
+Pruning pruning_of(const BenchOptions& o) {
+  Pruning pruning = Pruning::kvzap(o.surrogate);
+  pruning.amount.threshold = o.threshold;
+  pruning.window = o.window;
+  pruning.auto_window = o.auto_window;
+  if (pruning.has_policy() && o.prune == name_of(PruneMode::always)) {
+    pruning.mode = PruneMode::always;
+  }
+  pruning.chunk = o.chunk;
+  return pruning;
+}
+
 std::vector<BenchTest> tests_of(const BenchOptions& o) {
   columns_of(o);  // throws for unknown columns
   require(!o.model.empty(), "no model: give a Hugging Face folder or a GGUF file with -m");
@@ -245,11 +258,7 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
               ? "--surrogate needs --threshold, the log score below which a pair is evicted"
               : "--threshold has no effect without --surrogate: --evict-ratio sets the share that "
                 "random scores evict");
-  Pruning pruning = Pruning::kvzap(o.surrogate);
-  pruning.amount.threshold = o.threshold;
-  pruning.window = o.window;
-  pruning.chunk = o.chunk;
-  check(pruning, {}, flag_names());
+  check(pruning_of(o), {}, flag_names());
   require(!has_surrogate || o.evict_ratios.empty(),
           "--evict-ratio and --surrogate: with a surrogate, --threshold decides which pairs are "
           "evicted");

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <kvzap/engine/engine.hpp>
+#include <kvzap/engine/pruning.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -38,6 +39,7 @@ struct BenchOptions {
   std::string prefill;  // empty: sparse if pairs are evicted, otherwise dense
   std::int64_t chunk = 2048;
   int window = 128;
+  bool auto_window = false;  // the surrogate's, see Pruning::auto_window
   int page_rows = 64;
   double balance = default_balance;
 
@@ -80,6 +82,10 @@ std::vector<double> real_numbers(const std::vector<std::string>& parts, const ch
                                  const char* usual, const char* expected,
                                  const std::function<bool(double)>& is_good);
 
+/// The same for whole numbers in [least, most].
+std::vector<std::int64_t> whole_numbers(const std::vector<std::string>& parts, const char* flag,
+                                        const char* usual, std::int64_t least, std::int64_t most);
+
 /// Returns the columns that the Markdown table can have, by the names of --columns, in their
 /// default order.
 const std::vector<std::string>& bench_column_names();
@@ -90,6 +96,9 @@ std::vector<std::string> columns_of(const BenchOptions& options);
 
 /// Declares every option of `kvzap bench` on `app`; parsing fills `options`.
 void declare(CLI::App& app, BenchOptions& options);
+
+/// Returns the pruning by the options' surrogate.
+Pruning pruning_of(const BenchOptions& options);
 
 /// Returns the tests that the options select, in the order in which they run. Throws Error that
 /// names the flag for options that are out of range or contradict one another.

@@ -202,11 +202,28 @@ void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string
       ->group(group);
 }
 
-void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group) {
-  app.add_option("--window", window, "most recent tokens that a threshold always keeps; at least 1")
-      ->capture_default_str()
+void declare_window(CLI::App& app, int& window, bool& is_auto, const std::string& help,
+                    const std::string& group) {
+  app.add_option(
+         "--window",
+         [&window, &is_auto](const CLI::results_t& given) {
+           is_auto = given.back() == "auto";
+           return is_auto || files::read_whole(given.back(), window) == files::DecimalFault::none;
+         },
+         help)
+      ->default_str(std::to_string(window))
+      ->type_name("TOKENS")
       ->group(group);
-  app.add_option("--sink", sink,
+}
+
+void declare_protected(CLI::App& app, Pruning& pruning, const std::string& group) {
+  declare_window(app, pruning.window, pruning.auto_window,
+                 "most recent tokens that a threshold always keeps; at least 1. auto: the window "
+                 "that kvzap calibrate has recommended in the surrogate's folder; for an evict "
+                 "ratio the largest calibrated one that takes at most a quarter of the rows that "
+                 "stay; if generated tokens are judged too, the largest calibrated one",
+                 group);
+  app.add_option("--sink", pruning.sink,
                  "first positions to keep: always with a threshold, first of all with a budget")
       ->capture_default_str()
       ->group(group);
@@ -403,7 +420,7 @@ void declare_pruning(CLI::App& app, EngineOptions& o) {
                  "questions and generated tokens); default: prefill with a policy, none without")
       ->check(CLI::IsMember({"none", "prefill", "always"}))
       ->group(pruning);
-  declare_protected(app, o.pruning.window, o.pruning.sink, pruning);
+  declare_protected(app, o.pruning, pruning);
   app.add_option("--prefill", o.pruning_texts.prefill,
                  "dense: run the context with the full cache, then prune; sparse: run and prune "
                  "chunk by chunk; each chunk attends to the rows that earlier chunks kept")

@@ -131,8 +131,11 @@ void declare_thinking(CLI::App& app, std::string& thinking, const std::string& g
 void declare_template(CLI::App& app, bool& raw, std::string& thinking, const std::string& group);
 /// --top-k, --top-p and --min-p.
 void declare_filters(CLI::App& app, SamplingOptions& sampling, const std::string& group);
+/// Declares --window, a number of tokens or auto.
+void declare_window(CLI::App& app, int& window, bool& is_auto, const std::string& help,
+                    const std::string& group);
 /// Declares --window and --sink: rows that a threshold never evicts.
-void declare_protected(CLI::App& app, int& window, std::int64_t& sink, const std::string& group);
+void declare_protected(CLI::App& app, Pruning& pruning, const std::string& group);
 /// --config.
 void declare_deck(CLI::App& app, std::string& deck, const std::string& group);
 

@@ -61,6 +61,10 @@ std::string normalize_score(std::string& text) {
   return text == "auto" ? "" : normalize_real(text);
 }
 
+std::string normalize_tokens(std::string& text) {
+  return text == "auto" ? "" : normalize_whole<std::int64_t>(text);
+}
+
 /// Returns the error in a flag's value. CLI11 itself accepts any number as true.
 std::string fault_of_flag(const std::string& text) {
   for (const char* value : {"true", "false", "on", "off", "yes", "no", "1", "0"}) {
@@ -83,16 +87,19 @@ std::string find_model(std::string& name) {
   return "";
 }
 
-enum class ValueType { text, whole, unsigned_whole, real, score, seed };
+enum class ValueType { text, whole, unsigned_whole, real, score, tokens, seed };
 
 ValueType type_of(const CLI::Option& option) {
   static const std::map<std::string, ValueType> types = {
-      {"TEXT", ValueType::text},           {"DIR", ValueType::text},    {"FILE", ValueType::text},
-      {"DECK", ValueType::text},           {"MODEL", ValueType::text},  {"NAME", ValueType::text},
-      {"TYPE", ValueType::text},           {"POLICY", ValueType::text}, {"LIST", ValueType::text},
-      {"SIZE", ValueType::text},           {"INT", ValueType::whole},   {"LEVEL", ValueType::whole},
-      {"FLOAT", ValueType::real},          {"FACTOR", ValueType::real}, {"SEED", ValueType::seed},
-      {"UINT", ValueType::unsigned_whole}, {"SCORE", ValueType::score}};
+      {"TEXT", ValueType::text},   {"DIR", ValueType::text},
+      {"FILE", ValueType::text},   {"DECK", ValueType::text},
+      {"MODEL", ValueType::text},  {"NAME", ValueType::text},
+      {"TYPE", ValueType::text},   {"POLICY", ValueType::text},
+      {"LIST", ValueType::text},   {"SIZE", ValueType::text},
+      {"INT", ValueType::whole},   {"LEVEL", ValueType::whole},
+      {"FLOAT", ValueType::real},  {"FACTOR", ValueType::real},
+      {"SEED", ValueType::seed},   {"UINT", ValueType::unsigned_whole},
+      {"SCORE", ValueType::score}, {"TOKENS", ValueType::tokens}};
   // Text from validators follows the type's name.
   const std::string type = option.get_type_name();
   if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names
@@ -150,6 +157,9 @@ void make_strict(CLI::App& app) {
         break;
       case ValueType::score:
         option->transform(CLI::Validator(normalize_score, ""));
+        break;
+      case ValueType::tokens:
+        option->transform(CLI::Validator(normalize_tokens, ""));
         break;
     }
   }

@@ -56,8 +56,8 @@ def refuse(file, expected):
         raise PlotError(f"{file}: expected {expected}, found {found}; kvzap-plot {command} draws that")
 
 
-def read_report(file, wanted):
-    """The JSON object of a file whose "format" is `wanted`, version 1."""
+def read_report(file, wanted, versions=(1,)):
+    """The JSON object of a file whose "format" is `wanted`, in one of these versions."""
     if format_of(file) != wanted:
         refuse(file, DRAWN_BY[wanted][0])
     try:
@@ -71,5 +71,6 @@ def read_report(file, wanted):
         raise PlotError(f"{file}: not JSON: {error}") from None
     expect(isinstance(report, dict), file, "content", "a JSON object", type(report).__name__)
     expect(report.get("format") == wanted, file, "format", f'"{wanted}"', json.dumps(report.get("format")))
-    expect(report.get("format_version") == 1, file, "format_version", "1", json.dumps(report.get("format_version")))
+    expect(report.get("format_version") in versions, file, "format_version", " or ".join(map(str, versions)),
+           json.dumps(report.get("format_version")))
     return report

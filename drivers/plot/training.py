@@ -96,28 +96,40 @@ def plot_training(options, pyplot):
     return figure
 
 
-def read_thresholds(file):
+def rows_of(file, rows, where):
     """Rows (threshold, evict ratio: mean over texts, standard deviation, least, most)."""
-    report = read_report(file, "kvzap.thresholds")
-    rows = report.get("rows")
-    expect(isinstance(rows, list) and rows, file, "rows", "a list that is not empty", json.dumps(rows)[:60])
+    expect(isinstance(rows, list) and rows, file, where, "a list that is not empty", json.dumps(rows)[:60])
     names = ("threshold", "mean", "deviation", "least", "most")
     for i, row in enumerate(rows):
         for name in names:
             value = row.get(name) if isinstance(row, dict) else None
-            expect(is_number(value), file, f"rows[{i}].{name}", "a number", json.dumps(value))
+            expect(is_number(value), file, f"{where}[{i}].{name}", "a number", json.dumps(value))
     return sorted(tuple(row[name] for name in names) for row in rows)
+
+
+def read_thresholds(file):
+    """{window: rows}; a file of version 1 has one window."""
+    report = read_report(file, "kvzap.thresholds", versions=(1, 2))
+    if report.get("format_version") == 1:
+        return {report.get("window"): rows_of(file, report.get("rows"), "rows")}
+    windows = report.get("windows")
+    expect(isinstance(windows, list) and windows and all(isinstance(one, dict) for one in windows), file, "windows",
+           "a list of objects", json.dumps(windows)[:60])
+    return {one.get("window"): rows_of(file, one.get("rows"), f"windows[{i}].rows") for i, one in enumerate(windows)}
 
 
 def plot_thresholds(options, pyplot):
     figure, ax = pyplot.subplots(constrained_layout=True, figsize=(5, 3.6))
     options.files = [file_in(file, "thresholds.json") for file in options.files]
     for file in options.files:
-        thresholds, means, deviations, least, most = zip(*read_thresholds(file))
         path = pathlib.Path(file)
-        line = ax.errorbar(thresholds, means, deviations, marker="o", capsize=2,
-                           label=path.parent.name if path.stem == "thresholds" and path.parent.name else path.stem)
-        ax.fill_between(thresholds, least, most, alpha=0.15, linewidth=0, color=line[0].get_color())
+        label = path.parent.name if path.stem == "thresholds" and path.parent.name else path.stem
+        windows = read_thresholds(file)
+        for window, rows in windows.items():
+            thresholds, means, deviations, least, most = zip(*rows)
+            line = ax.errorbar(thresholds, means, deviations, marker="o", capsize=2,
+                               label=label if len(windows) == 1 else f"{label}, window {window}")
+            ax.fill_between(thresholds, least, most, alpha=0.15, linewidth=0, color=line[0].get_color())
     ax.set_ylim(0, 1)
     ax.set_xlabel("threshold (log score)")
     ax.set_ylabel("evict ratio after the context")

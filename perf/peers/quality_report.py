@@ -9,11 +9,11 @@ import processors
 from engines.records import matched_share, read
 
 KV_TYPES = ("bf16", "q8", "q4", "q8,q4")
-WINDOWS = (8, 32, 128)  # recent tokens that KVzap keeps
+WINDOWS = (8, 32, 128, 1)  # recent tokens that KVzap keeps
 EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-2048-oracle", "ruler-4096", "ruler-4096-oracle",
                "summary", "perplexity", "generation", "kv-perplexity", "linear-ruler", "linear-facts", "window", "every",
                *(f"kv-types-{kv_type}" for kv_type in KV_TYPES),
-               *(f"{tasks}-window-{window}" for tasks in ("facts", "ruler") for window in WINDOWS))
+               *(f"{tasks}-window-{window}" for tasks in ("generation", "facts", "ruler", "perplexity", "ruler-2048") for window in WINDOWS))
 ENGINES = ("kvzap", "kvpress", "openvino", "llama.cpp", "vllm")
 
 

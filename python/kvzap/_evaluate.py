@@ -89,7 +89,7 @@ class _Settings:
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.entries: list[str] = []
         self.own: dict[str, tuple[ScorePolicy, str]] = {}
-        self.protected: dict[str, tuple[int, str]] = {}
+        self.protected: dict[str, tuple[int | str, str]] = {}
         for number, policy in enumerate(policies):
             self._add(policy, f"policies[{number}]")
 
@@ -160,7 +160,7 @@ class _Settings:
 
 
 def _without_protected(pruning: str) -> str:
-    return re.sub(r"(?<!\\)@(?:window|sink|chunk)=\d+", "", pruning)
+    return re.sub(r"(?<!\\)@(?:window|sink|chunk)=(?:\d+|auto)", "", pruning)
 
 
 _folders: dict[str, int] = {}  # temporary ones, and the processes that use them

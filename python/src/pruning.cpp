@@ -3,10 +3,13 @@
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 
 #include <filesystem>
 #include <kvzap/engine/pruning.hpp>
+#include <string>
 #include <utility>
+#include <variant>
 
 #include "llm.hpp"
 #include "policy/check_names.hpp"
@@ -48,6 +51,18 @@ void set_amount(Pruning& pruning, const nb::object& threshold, const nb::object&
   }
 }
 
+void set_window(Pruning& pruning, const nb::object& window) {
+  constexpr const char* expected = "a whole number of tokens or \"auto\"";
+  if (!nb::isinstance<nb::str>(window)) {
+    pruning.window = as<int>(window, "window", expected);
+    return;
+  }
+  if (as<std::string>(window, "window", expected) != "auto") {
+    throw nb::value_error("window: expected a whole number of tokens or \"auto\"");
+  }
+  pruning.auto_window = true;
+}
+
 /// Returns the pruning. Throws Error for names that are not known and PruningError for values out
 /// of range. Other rules and files are checked where a model is known.
 Pruning checked(Pruning pruning) {
@@ -71,19 +86,21 @@ void bind_pruning(nb::module_& module) {
             const nb::object expanded =
                 nb::module_::import_("os.path").attr("expanduser")(nb::cast(folder));
             Pruning pruning = Pruning::kvzap(nb::cast<std::filesystem::path>(expanded).string());
-            pruning.window = as<int>(window, "window", "a whole number of tokens");
+            set_window(pruning, window);
             set_amount(pruning, threshold, evict_ratio, nb::none());
             return checked(std::move(pruning));
           },
           nb::arg("surrogate").none(), nb::kw_only(), nb::arg("threshold") = nb::none(),
           nb::arg("evict_ratio") = nb::none(), nb::arg("window").none() = 128,
           nb::sig("def kvzap(surrogate: str | os.PathLike[str], *, threshold: float | str | None = "
-                  "None, evict_ratio: float | None = None, window: int = 128) -> Pruning"),
+                  "None, evict_ratio: float | None = None, window: int | str = 128) -> Pruning"),
           "KVzap (arXiv 2601.07891) with the surrogate in this folder.\n\n"
           "threshold: log score below which pairs are evicted, or \"auto\" for the one that "
           "`kvzap calibrate --evaluation` recommends.\n"
           "evict_ratio: looks a threshold up in the surrogate's thresholds.json.\n"
-          "window: most recent tokens, which always stay.")
+          "window: most recent tokens, which always stay, or \"auto\" for a window of "
+          "thresholds.json: the recommended one, or for evict_ratio the largest that takes at most "
+          "a quarter of the rows that stay.")
       .def_static(
           "policy",
           [](const nb::object& name, const nb::object& evict_ratio, const nb::object& keep_tokens,
@@ -113,7 +130,11 @@ void bind_pruning(nb::module_& module) {
           "kvzap.Error as `policy` does.")
       .def("_check", [](const Pruning& pruning) { check(pruning); })
       .def_prop_ro("prunes", &Pruning::prunes)
-      .def_ro("window", &Pruning::window)
+      .def_prop_ro("window",
+                   [](const Pruning& pruning) -> std::variant<int, std::string> {
+                     if (pruning.auto_window) return "auto";
+                     return pruning.window;
+                   })
       .def_ro("sink", &Pruning::sink)
       .def_prop_ro("_sparse_chunk",
                    [](const Pruning& pruning) -> std::optional<std::int64_t> {

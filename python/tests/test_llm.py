@@ -352,6 +352,22 @@ def test_bad_input(llm, golden):
     left.read("A session keeps what it needs.")
 
 
+def test_windows_of_the_surrogate(tmp_path):
+    """A session and a cache take the window of thresholds.json, and tell the number."""
+    folder = tmp_path / "surrogate"
+    shutil.copytree(SURROGATE, folder)
+    row = {"mean": 0.5, "deviation": 0, "least": 0, "most": 1}
+    windows = [{"window": window, "rows": [{**row, "evict_ratio": 0.5, "threshold": threshold}]}
+               for window, threshold in ((32, -4), (8, -5))]
+    table = {"format": "kvzap.thresholds", "format_version": 2, "model": "m", "dtype": "f32", "chat_template": True,
+             "texts": 1, "tokens": 200, "sink": 0, "windows": windows}
+    (folder / "thresholds.json").write_text(json.dumps(table))
+    llm = kvzap.LLM(MODEL, kvzap.Pruning.kvzap(folder, evict_ratio=0.5, window="auto"), dtype="f32")
+    assert llm.pruning == kvzap.Pruning.kvzap(folder, threshold=-5, window=8)
+    with pytest.raises(kvzap.Error, match="window auto: .*thresholds.json: expected the field recommended"):
+        kvzap.LLM(MODEL, kvzap.Pruning.kvzap(folder, threshold=-4, window="auto"))
+
+
 def test_prunings_are_values():
     pruning = kvzap.Pruning.kvzap("folder", threshold=-4)
     assert pruning == kvzap.Pruning.parse(str(pruning)) != kvzap.Pruning.none()
@@ -360,6 +376,14 @@ def test_prunings_are_values():
     assert kvzap.Pruning.policy("snapkv:window=16+ada", evict_ratio=0.5) == kvzap.Pruning.parse(
         "snapkv:window=16+ada@evict-ratio=0.5")
     assert "auto" in str(kvzap.Pruning.kvzap("folder", threshold="auto"))
+    auto = kvzap.Pruning.kvzap("folder", threshold=-4, window="auto")
+    assert auto.window == "auto" and str(auto).endswith("@window=auto") and eval(repr(auto)) == auto
+    assert pruning.window == 128
+    with pytest.raises(kvzap.PruningError, match="window auto needs surrogate"):
+        kvzap.Pruning.parse("snapkv@evict-ratio=0.5@window=auto")
+    for wrong in ("wide", 3.5, None):
+        with pytest.raises((ValueError, TypeError), match="window: expected a whole number of tokens or \"auto\""):
+            kvzap.Pruning.kvzap("folder", threshold=-4, window=wrong)
     with pytest.raises(kvzap.Error, match="evict-ratio"):
         kvzap.Pruning.parse("snapkv@evict-ration=0.5")
     with pytest.raises((ValueError, TypeError)):

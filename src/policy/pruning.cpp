@@ -107,7 +107,10 @@ const std::vector<TextKey>& text_keys() {
       {"chunk", [](Pruning& p, Text value,
                    Text what) { p.chunk = read_integer<std::int64_t>(value, what); }},
       {"window",
-       [](Pruning& p, Text value, Text what) { p.window = read_integer<int>(value, what); }},
+       [](Pruning& p, Text value, Text what) {
+         p.auto_window = value == "auto";
+         p.window = p.auto_window ? Pruning().window : read_integer<int>(value, what);
+       }},
       {"sink",
        [](Pruning& p, Text value, Text what) { p.sink = read_integer<std::int64_t>(value, what); }},
       {"decode-every", [](Pruning& p, Text value,
@@ -189,7 +192,7 @@ bool Pruning::operator==(const Pruning& other) const {
   return policy == other.policy && surrogate == other.surrogate && amount == other.amount &&
          layerwise == other.layerwise && mode == other.mode && moment == other.moment &&
          prefill == other.prefill && chunk == other.chunk && window == other.window &&
-         sink == other.sink && decode == other.decode;
+         auto_window == other.auto_window && sink == other.sink && decode == other.decode;
 }
 
 Pruning Pruning::kvzap(std::string surrogate) {
@@ -260,8 +263,12 @@ Pruning& Pruning::kv_bytes(std::int64_t bytes) {
 }
 
 std::string Pruning::plain_surrogate() const {
+  return policy.modifiers().empty() ? used_surrogate() : "";
+}
+
+std::string Pruning::used_surrogate() const {
   if (policy.empty()) return surrogate;
-  if (!info() || info()->surrogate.empty() || !policy.modifiers().empty()) return "";
+  if (!info() || info()->surrogate.empty()) return "";
   return policy.value(info()->surrogate)
       .value_or(policy.policy().arguments.empty() ? surrogate : "");
 }
@@ -312,7 +319,11 @@ std::string Pruning::text() const {
   if (moment != standard.moment) add("prune-after", name_of(moment));
   if (prefill != standard.prefill) add("prefill", name_of(prefill));
   if (chunk != standard.chunk) add("chunk", chunk);
-  if (window != standard.window) add("window", window);
+  if (auto_window) {
+    add("window", "auto");
+  } else if (window != standard.window) {
+    add("window", window);
+  }
   if (sink != standard.sink) add("sink", sink);
   if (decode.every != 0) add("decode-every", decode.every);
   if (decode.keep) add("decode-keep", *decode.keep);
@@ -357,6 +368,10 @@ LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
   if (!pruning.prunes()) return {pruning, nullptr};
   model::require_full_layers(setup.config);
   const PolicySpec spec = pruning.spec(names);
+  if (pruning.auto_window) {
+    throw Error(fmt::format("{}: auto is not supported here; expected a number",
+                            names(PruningField::window)));
+  }
   if (pruning.looks_up_threshold() && pruning.amount.recommended) {
     throw Error(fmt::format("{}: a recommended one is not supported here; expected a number",
                             names(PruningField::threshold)));

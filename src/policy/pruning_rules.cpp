@@ -107,6 +107,8 @@ Rules ranges(const Case& c) {
   const double threshold = c.threshold.value_or(0);
   return {
       at_least(1, F::window, p.window),
+      Rule(p.auto_window && p.used_surrogate().empty(), Code::missing, {F::window, F::surrogate},
+           "{0} auto needs {1} DIR: the surrogate's table of thresholds has the windows"),
       at_least(0, F::sink, p.sink),
       at_least(1, F::chunk, p.chunk),
       Rule(p.window > 1 << 24, Code::out_of_range, {F::window},

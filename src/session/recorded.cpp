@@ -175,6 +175,13 @@ std::optional<std::uint64_t> Recorded::whole(const char* option) const {
   throw Error(fmt::format("options: {} is {}; expected a whole number", option, given));
 }
 
+void Recorded::restore_window(Pruning& pruning) const {
+  if (!pruning.auto_window) return;
+  pruning.auto_window = false;
+  pruning.window =
+      static_cast<int>(std::min<std::uint64_t>(whole("window").value_or(pruning.window), 1 << 24));
+}
+
 Pruning Recorded::pruning() const {
   std::string settings;
   for (const std::string& key : policy::setting_names()) {
@@ -186,6 +193,7 @@ Pruning Recorded::pruning() const {
   }
   Pruning pruning = Pruning::parse(settings);
   if (options.contains("policy")) pruning = Pruning::parse(text("policy"), pruning);
+  restore_window(pruning);
   // `kvzap run --surrogate` without an amount takes the recommended threshold, and records none.
   const bool has_amount = pruning.amount.has_threshold() || pruning.amount.has_budget();
   const bool takes_recommended = pruning.is_plain_kvzap() && !has_amount;

@@ -43,6 +43,8 @@ struct Recorded {
   /// Returns the pruning of the options, with the threshold that was looked up. Throws Error as
   /// Pruning::parse does.
   Pruning pruning() const;
+  /// Replaces an auto_window by the window of the recorded run.
+  void restore_window(Pruning& pruning) const;
 };
 
 /// Attributes that name the surrogate which scored the rows.

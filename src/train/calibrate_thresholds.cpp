@@ -31,7 +31,8 @@ double mean_of(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// Collects the scores of one text's judged pairs.
+// Collects the scores of one text's pairs that the smallest window leaves to judge. The pairs of a
+// larger window are the first of these in each head.
 class JudgedScores final : public StepObserver {
  public:
   JudgedScores(const JudgedPairs& judged, const HeadPartition& partition, int rank)
@@ -43,16 +44,27 @@ class JudgedScores final : public StepObserver {
   }
 
   void begin_text(std::int64_t tokens) {
-    m_end = tokens - m_judged.window;
+    m_ends.clear();
+    for (const int window : m_judged.windows) m_ends.push_back(tokens - window);
     m_scores.assign(m_n_heads, {});
+    m_counts.assign(m_judged.windows.size(), std::vector<std::size_t>(m_n_heads, 0));
   }
-  EvictRatioCurves::ScoresOfHeads take() { return std::move(m_scores); }
+  // The scores that this one of the windows leaves to judge.
+  EvictRatioCurves::ScoresOfHeads of_window(std::size_t window) const {
+    EvictRatioCurves::ScoresOfHeads first(m_n_heads);
+    for (std::size_t head = 0; head < m_n_heads; ++head) {
+      const auto begin = m_scores[head].begin();
+      first[head].assign(begin, begin + static_cast<std::ptrdiff_t>(m_counts[window][head]));
+    }
+    return first;
+  }
   std::int64_t non_finite() const { return m_non_finite; }
 
   void scores(SequenceId /*sequence*/, int layer, std::int64_t first,
               const ScoresView& scores) override {
     const std::int64_t begin = std::max<std::int64_t>(0, m_judged.sink - first);
-    const std::int64_t end = std::min(static_cast<std::int64_t>(scores.extent(1)), m_end - first);
+    const std::int64_t last = *std::max_element(m_ends.begin(), m_ends.end());
+    const std::int64_t end = std::min(static_cast<std::int64_t>(scores.extent(1)), last - first);
     if (begin >= end) return;
     // Copies between memory spaces need contiguous views, so the rows are packed first.
     const Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> packed(
@@ -63,10 +75,14 @@ class JudgedScores final : public StepObserver {
     for (std::size_t head = 0; head < host.extent(0); ++head) {
       for (std::int64_t t = begin; t < end; ++t) {
         const float score = host(head, t);
-        if (std::isfinite(score)) {
-          m_scores[m_firsts[layer] + head].push_back(score);
-        } else {
+        if (!std::isfinite(score)) {
           ++m_non_finite;
+          continue;
+        }
+        const std::size_t place = m_firsts[layer] + head;
+        m_scores[place].push_back(score);
+        for (std::size_t w = 0; w < m_ends.size(); ++w) {
+          if (first + t < m_ends[w]) ++m_counts[w][place];
         }
       }
     }
@@ -76,8 +92,9 @@ class JudgedScores final : public StepObserver {
   JudgedPairs m_judged;
   std::vector<std::size_t> m_firsts;  // (layer): its first head
   std::size_t m_n_heads = 0;
-  std::int64_t m_end = 0;
+  std::vector<std::int64_t> m_ends;  // (window): the first position that it keeps
   EvictRatioCurves::ScoresOfHeads m_scores;
+  std::vector<std::vector<std::size_t>> m_counts;  // [window][head]: of its scores
   std::int64_t m_non_finite = 0;
 };
 
@@ -254,6 +271,7 @@ ScoredTexts score_texts(const std::shared_ptr<const Model>& model,
     if (text.empty()) throw Error("thresholds: a text has no tokens");
     tokens += static_cast<std::int64_t>(text.size());
   }
+  if (judged.windows.empty()) throw Error("thresholds: there are no windows");
   // Pairs are evicted as they leave the ring: at most one layer's pairs exist at a time.
   CacheOptions options;
   options.pruning.mode = PruneMode::prefill;
@@ -264,8 +282,10 @@ ScoredTexts score_texts(const std::shared_ptr<const Model>& model,
   engine->set_observer(&observer);
 
   const ModelConfig& config = engine->config();
-  ScoredTexts scored{
-      EvictRatioCurves(model::full_layers(config) * config.num_key_value_heads, comm), 0};
+  ScoredTexts scored;
+  for (std::size_t w = 0; w < judged.windows.size(); ++w) {
+    scored.curves.emplace_back(model::full_layers(config) * config.num_key_value_heads, comm);
+  }
   std::int64_t before = 0;
   for (const auto& text : texts) {
     const auto count = static_cast<std::int64_t>(text.size());
@@ -277,7 +297,9 @@ ScoredTexts score_texts(const std::shared_ptr<const Model>& model,
     engine->step(StepBatch(sequence, text, engine->rule(StepPart::context), StepOutput::none),
                  of_text);
     engine->free_sequence(sequence);
-    scored.curves.add_text(count, observer.take());
+    for (std::size_t w = 0; w < scored.curves.size(); ++w) {
+      scored.curves[w].add_text(count, observer.of_window(w));
+    }
     before += count;
   }
   scored.non_finite_scores = comm.all_reduce_sum(observer.non_finite());

@@ -405,7 +405,7 @@ class Help(TestCase):
         for flag, default in (("n-prompt LIST", "512"), ("n-gen LIST", "128"), ("n-depth LIST", "0"),
                               ("batch LIST", "1"), ("evict-ratio LIST", "0"), ("skew LIST", "1"),
                               ("repetitions INT", "5"), ("output md|csv|json", "md"), ("dtype f32|bf16|f16", "bf16"),
-                              ("window INT", "128"), ("chunk INT", "2048"), ("page-rows INT", "64"),
+                              ("window TOKENS", "128"), ("chunk INT", "2048"), ("page-rows INT", "64"),
                               ("seed INT", "0")):
             entry = re.search(rf"(?ms)--{re.escape(flag)}\s+(.*?)(?=^\s+(?:-\w, |    )--|^$|\Z)", result.text)
             self.assertIn(f"default: {default}", re.sub(r"\s+", " ", entry.group(1)), flag)

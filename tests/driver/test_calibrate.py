@@ -44,7 +44,7 @@ class Thresholds(SurrogateCase):
         self.assertEqual((table["texts"], table["chat_template"]), (3, True))
         self.assertEqual([row["evict_ratio"] for row in table["rows"]], [0.3, 0.6])
         kept_rows = [row.pop("kept_rows") for row in report["rows"]]
-        self.assertEqual(report["rows"], table["rows"])
+        self.assertEqual(report["rows"], [{"window": 32, **row} for row in table["rows"]])
         self.assertEqual(table["tokens"], sum(text["tokens"] for text in report["texts"]))
         self.assertIn(str(self.stored), result.err.decode())
         for i, row in enumerate(table["rows"]):
@@ -158,7 +158,7 @@ class Thresholds(SurrogateCase):
         refuse(self.given, "no texts")
         for value in ("0", "1", "x", "0.5,", "-0.1", "nan"):
             refuse([*self.asked, "--evict-ratio", value], "--evict-ratio has the entry", "above 0 and below 1")
-        refuse([*self.asked, "--window", "0"], "--window is 0")
+        refuse([*self.asked, "--window", "0"], "--window has the entry '0'", "from 1 to 16777216")
         refuse([*self.asked, "--sink", "-1"], "--sink is -1")
         refuse([*self.asked, "--max-texts", "0"], "--max-texts is 0")
         refuse([*self.asked, "-c", "0"], "-c is 0")
@@ -180,6 +180,140 @@ class Thresholds(SurrogateCase):
         refuse(["-m", MODEL, "--surrogate", other, "-f", self.texts], "output_dim is 8", "another model")
         result = calibrate(*self.asked, "--evict-raito", "0.5")
         self.fail_with(result, "unknown option --evict-raito", "--evict-ratio", code=2)
+
+
+class Windows(SurrogateCase):
+    """Thresholds of several windows, and runs with --window auto."""
+
+    def setUp(self):
+        super().setUp()
+        self.plain = [*self.given, "--dtype", "f32", "-p", CONTEXTS[0], "-n", "2"]
+
+    def write(self, recommended=None):
+        """Texts of 300 tokens: at an evict ratio of 0.5 a window of at most 37."""
+        windows = [{"window": window,
+                    "rows": [{"evict_ratio": ratio, "threshold": threshold, "mean": ratio, "deviation": 0, "least": 0,
+                              "most": 1} for ratio, threshold in rows]}
+                   for window, rows in ((128, [(0.25, -4.5)]), (32, [(0.5, -4.0), (0.75, -3.0)]),
+                                        (8, [(0.5, -5.0), (0.75, -3.5)]))]
+        table = {"format": "kvzap.thresholds", "format_version": 2, "model": "m", "dtype": "f32", "chat_template": True,
+                 "texts": 3, "tokens": 900, "sink": 0, "windows": windows}
+        if recommended:
+            threshold, window = recommended
+            table["recommended"] = {"threshold": threshold, "window": window, "evict_ratio": 0.8, "accuracy": 0.9,
+                                    "accuracy_low": 0.8, "accuracy_high": 0.95, "full_accuracy": 0.9, "prompts": 50,
+                                    "evaluation": "out"}
+        self.stored.write_text(json.dumps(table))
+
+    def test_calibration(self):
+        ask = [*self.asked, "--dtype", "f32", "--evict-ratio", "0.4,0.8"]
+        single = {}
+        for window in (32, 8):
+            self.assertEqual(calibrate(*ask, "--window", window).code, 0)
+            table = json.loads(self.stored.read_text())
+            self.assertEqual((table["format_version"], table["window"]), (1, window))
+            single[window] = table["rows"]
+        report = self.folder / "report.json"
+        done = calibrate(*ask, "--window", "8,32,8", "--json", report)
+        self.assertEqual((done.code, done.errors), (0, []), done)
+        table = json.loads(self.stored.read_text())
+        self.assertEqual((table["format_version"], table["windows"]),
+                         (2, [{"window": window, "rows": single[window]} for window in (32, 8)]))
+        self.assertNotIn("rows", table)
+        self.assertIn("window 32:", done.text)
+        found = json.loads(report.read_text())
+        self.assertEqual((found["windows"], [row["window"] for row in found["rows"]]), ([32, 8], [32, 32, 8, 8]))
+        self.assertEqual({len(text["evict_ratios"]) for text in found["texts"]}, {4})
+        self.assertEqual(self.report(*self.plain, "--threshold", "-4", "--placement", report)["ranks"], 1)
+        done = calibrate(*ask, "--window", "32,8", "--no-store", "--json", "-", "-q", ranks=2)
+        for one, two in zip(found["rows"], json.loads(done.out)["rows"]):
+            self.assertAlmostEqual(one["threshold"], two["threshold"], places=3)
+        # A run takes the thresholds of its window.
+        for window in (32, 8):
+            for row in single[window]:
+                options = self.report(*self.plain, "--window", window, "--evict-ratio", row["evict_ratio"])["options"]
+                self.assertAlmostEqual(options["threshold"], row["threshold"], places=6)
+        options = self.report(*self.plain, "--window", "auto", "--evict-ratio", "0.4")["options"]
+        tokens = table["tokens"] / table["texts"]
+        self.assertEqual(options["window"], 32 if 32 <= 0.6 * tokens / 4 else 8)
+        self.assertEqual(options["threshold"], single[options["window"]][0]["threshold"])
+        inspected = run_command([KVZAP, "inspect", self.surrogate])
+        self.assertIn("2 evict ratios, from 0.40 to 0.80, for windows of 32, 8", inspected.text)
+        self.fail_with(calibrate(*ask, "--window", "auto"), "--window has the entry 'auto'", code=2)
+
+    def test_auto(self):
+        self.write()
+        for arguments, window, threshold in ((["--evict-ratio", "0.5"], 32, -4), (["--evict-ratio", "0.625"], 8, -4.25),
+                                             (["--evict-ratio", "0.25", "--prune", "always"], 128, -4.5)):
+            for ranks in (0, 2):
+                auto = self.report(*self.plain, *arguments, "--window", "auto", ranks=ranks)
+                self.assertEqual((auto["options"]["window"], auto["flags"]["window"]), (window, window))
+                self.assertEqual(auto["options"]["threshold"], threshold)
+            named = self.report(*self.plain, *arguments, "--window", window)
+            self.assertEqual((auto["context"]["kept_rows"], auto["answers"][0]["ids"]),
+                             (named["context"]["kept_rows"], named["answers"][0]["ids"]))
+        text = self.succeed(*self.plain, "--evict-ratio", "0.5", "--window", "auto").err.decode()
+        self.assertIn("kvzap: --window auto: 32 tokens", text)
+        self.assertNotIn("warning", text)
+        deck = self.folder / "deck.toml"
+        deck.write_text('window = "auto"\nevict-ratio = 0.5\n')
+        self.assertEqual(self.report(*self.plain, "--config", deck)["options"]["window"], 32)
+        self.assertIn("was calibrated with --window 8, but --window is 16",
+                      self.succeed(*self.plain, "--evict-ratio", "0.5", "--window", "16").err.decode())
+        for arguments in (["--threshold", "-4"], ["--policy", "kvzap+ada", "--evict-ratio", "0.5"], ["--keep-tokens", "50"]):
+            self.fail_with(kvzap(*self.plain, *arguments, "--window", "auto"), "--window auto: ", self.stored,
+                           "expected the field recommended", "give --window a number", code=1)
+
+        self.write((-3.25, 8))
+        for arguments in (["--threshold", "auto"], []):
+            found = self.report(*self.plain, *arguments, "--window", "auto")["options"]
+            self.assertEqual((found["threshold"], found["window"]), (-3.25, 8))
+        self.assertEqual(self.report(*self.plain, "--threshold", "-4", "--window", "auto")["options"]["window"], 8)
+        self.assertIn("but --window is 128: the evicted share will differ (--window auto takes 8)",
+                      self.succeed(*self.plain, "--threshold", "auto").err.decode())
+        self.assertEqual(self.report(*self.plain, "--policy", "kvzap@threshold=auto@window=auto")["options"]["window"], 8)
+        self.stored.unlink()
+        self.fail_with(kvzap(*self.plain, "--threshold", "-4", "--window", "auto"), "--window auto: ", self.stored,
+                       "does not exist", "kvzap calibrate", "give --window a number", code=1)
+        self.fail_with(kvzap("-m", MODEL, "-p", "x", "--policy", "snapkv", "--evict-ratio", "0.5", "--window", "auto"),
+                       "--window auto needs --surrogate DIR", code=2)
+
+    def test_snapshots_have_the_number(self):
+        for policy in (["--evict-ratio", "0.5", "--window", "auto"], ["--policy", "kvzap@evict-ratio=0.5@window=auto"]):
+            self.write()
+            snapshot = self.folder / f"{len(policy)}.h5"
+            whole = self.report(*self.plain, *policy, "--question", "What?", "--snapshot", snapshot)
+            self.stored.unlink()
+            resumed = self.report("--resume", snapshot, "--question", "What?", "-n", "2")
+            self.assertEqual((resumed["options"]["window"], resumed["options"]["threshold"]), (32, -4))
+            self.assertEqual(resumed["answers"][-1]["ids"], whole["answers"][0]["ids"])
+        snapshot = self.folder / "4.h5"
+        self.fail_with(kvzap("--resume", snapshot, "--window", "auto"), "--window is auto", "--window 32", code=2)
+
+    def test_other_commands(self):
+        self.write((-3.25, 8))
+        plan = json.loads(kvzap(*self.plain, "--window", "auto", "--evict-ratio", "0.5", "--dry-run", "--json", "-",
+                                "-q").out)
+        named = json.loads(kvzap(*self.plain, "--window", "32", "--evict-ratio", "0.5", "--dry-run", "--json", "-", "-q").out)
+        self.assertEqual(plan["total"], named["total"])
+        bench = [KVZAP, "bench", *self.given, "-p", "64", "-n", "0", "-r", "1", "-o", "json", "-q", "--threshold", "-4"]
+        self.assertEqual(json.loads(run_command([*bench, "--window", "auto"]).out)["options"]["window"], 8)
+        tasks = self.folder / "tasks.jsonl"
+        tasks.write_text((SOURCE / "inputs/eval/recall-256.jsonl").read_text().splitlines(keepends=True)[0])
+        evaluate = [KVZAP, "eval", "-m", MODEL, "--tasks", tasks, "--surrogate", self.surrogate, "--dtype", "f32", "-q",
+                    "--policies", "none;kvzap;snapkv@evict-ratio=0.5", "--thresholds", "auto,-4", "--window", "auto"]
+        for ranks in (0, 2):
+            done = run_command(on_ranks(ranks, [*evaluate, "-o", self.folder / f"out{ranks}"]))
+            self.assertEqual((done.code, done.errors), (0, []), done)
+            self.assertEqual(json.loads((self.folder / f"out{ranks}/evaluation.json").read_text())["options"]["window"], 8)
+        done = run_command([*evaluate, "--prune", "always", "-o", self.folder / "always"])
+        self.assertEqual((done.code, done.errors), (0, []), done)
+        self.assertEqual(json.loads((self.folder / "always/evaluation.json").read_text())["options"]["window"], 128)
+        bench_always = json.loads(run_command([*bench, "--window", "auto", "--prune", "always"]).out)
+        self.assertEqual(bench_always["options"]["window"], 128)
+        self.write()
+        self.fail_with(run_command([*evaluate, "-o", self.folder / "no"]), "--window auto: ", "recommended", code=1)
+        self.fail_with(run_command([*bench, "--window", "auto"]), "--window auto: ", "recommended", code=1)
 
 
 class Lookup(SurrogateCase):
@@ -302,6 +436,10 @@ class Lookup(SurrogateCase):
         best = max(covering, key=lambda row: row["evict_ratio_mean"])
         self.assertLess(best["threshold"], 3)  # which evicts all that may go
 
+        small = self.folder / "small"
+        done = run_command([*rows[:rows.index("--dtype")], "--dtype", "f32", "--window", "8", *rows[rows.index("-q"):], "-o", small])
+        self.assertEqual(done.code, 0, done)
+
         self.fail_with(kvzap(*self.ask, "--threshold", "auto"), "--threshold auto", "thresholds.json", "recommended",
                        code=1)
         for more, ranks in ((("-m", MODEL, "-f", self.texts, *EXACT, "--evict-ratio", "0.3"), 2), ((), 0)):
@@ -328,13 +466,37 @@ class Lookup(SurrogateCase):
                            "kvzap@threshold=auto")
         self.assertEqual(text["context"]["kept_rows"], auto["context"]["kept_rows"])
         self.fail_with(kvzap(*self.ask, "--policy", "tova", "--threshold", "auto"), "--surrogate", code=2)
+
+        # Of several evaluations the one that evicts most, with its window.
+        def largest(folder):
+            found = json.loads((folder / "summary.json").read_text())["rows"]
+            (full,) = [row["accuracy"] for row in found if row["task"] == "all" and row["setting"] == "none"]
+            return max((row["evict_ratio_mean"], row["threshold"]) for row in found
+                       if row["task"] == "all" and "threshold" in row and "kv-type" not in row["setting"]
+                       and row["accuracy_high"] >= full)
+
+        expected = max((*largest(folder), window) for folder, window in ((out, 32), (small, 8)))
+        for order in ((out, small), (small, out)):
+            done = calibrate("--surrogate", self.surrogate, "--evaluation", order[0], "--evaluation", order[1])
+            self.assertEqual((done.code, done.errors), (0, []), done)
+            found = json.loads(self.stored.read_text())["recommended"]
+            self.assertEqual((found["evict_ratio"], found["threshold"], found["window"]), expected)
+        self.assertEqual(expected[2], 8)
+        auto = self.report(*self.plain, "--threshold", "auto", "--window", "auto")["options"]
+        self.assertEqual((auto["threshold"], auto["window"]), (expected[1], 8))
+        tasks.write_text(tasks.read_text().splitlines(keepends=True)[0])
+        self.assertEqual(run_command([*rows, "-o", self.folder / "fewer"]).code, 0)
+        self.fail_with(calibrate("--surrogate", self.surrogate, "--evaluation", out, "--evaluation", self.folder / "fewer"),
+                       "fewer: has other prompts than", code=1)
         auto = [*evaluate, "--policies", "kvzap", "--thresholds", "-6,auto", "-o", self.folder / "auto"]
+        self.assertEqual(calibrate("--surrogate", self.surrogate, "--evaluation", out).code, 0)
         self.assertEqual(run_command(auto).code, 0)
         settings = json.loads((self.folder / "auto" / "evaluation.json").read_text())["settings"]
         self.assertEqual([(setting["label"], setting["threshold"], setting.get("evict_ratio")) for setting in settings],
                          [("kvzap@threshold=-6", -6, None), ("kvzap@threshold=auto", best["threshold"], None)])
 
         alone = ["--surrogate", self.surrogate, "--evaluation", out]
+        self.assertEqual(calibrate(*alone).code, 0)
         table = self.stored.read_bytes()
         for option, *value in (("--evict-ratio", "0.5"), ("--window", "32"), ("--sink", "0"), ("--max-texts", "2"),
                                ("--ctx-size", "100"), ("--raw",), ("--json", "-")):
@@ -395,7 +557,8 @@ class Lookup(SurrogateCase):
             return self.fail_with(kvzap(*self.ask, "--evict-ratio", ratio, *arguments, ranks=ranks), *parts)
 
         for ratio in ("0.2", "0.8"):
-            result = refuse(f"--evict-ratio: {self.stored}: evict ratio {ratio} is outside", "0.25 to 0.75", ratio=ratio)
+            result = refuse(f"--evict-ratio: {self.stored}: evict ratio {ratio} with a window of 32 is outside", "0.25 to 0.75",
+                            ratio=ratio)
             self.assertIn("-4.000 for 0.5", result.errors[0])
             self.assertEqual(result.code, 2)
         refuse("give one of", arguments=["--threshold", "-4"])

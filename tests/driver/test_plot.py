@@ -284,6 +284,13 @@ class Plots(PlotCase):
             self.expect_error("thresholds.json", f"rows[1].{name}", "a number", arguments=["thresholds", table])
         table.write_text(json.dumps({**good, "rows": []}))
         self.expect_error("rows", arguments=["thresholds", table])
+        windows = [{"window": window, "rows": good["rows"]} for window in (32, 8)]
+        table.write_text(json.dumps({**good, "format_version": 2, "windows": windows}))
+        self.expect_image("windows.svg", "thresholds", table)
+        table.write_text(json.dumps({**good, "format_version": 2, "windows": [*windows, {"window": 1, "rows": []}]}))
+        self.expect_error("windows[2].rows", arguments=["thresholds", table])
+        table.write_text(json.dumps({**good, "format_version": 2, "windows": [1]}))
+        self.expect_error("windows", arguments=["thresholds", table])
         self.expect_error("kvzap train", "kvzap-plot thresholds", arguments=["train", table])
 
     def test_bad_files(self):

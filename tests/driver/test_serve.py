@@ -9,6 +9,7 @@ import queue
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -1393,6 +1394,30 @@ class Lookup(ServerTest):
             self.assertEqual(plain.metrics()["kvzap_drafted_tokens_total"], 0)
             self.stop(plain)
             self.stop(server)
+
+
+class Windows(ServerTest):
+    def test_auto(self):
+        """The server takes the window of its surrogate; ratios of requests are looked up for this window."""
+        folder = self.folder / "surrogate"
+        shutil.copytree(MLP, folder)
+        rows = {32: -4.0, 8: -3.0}
+        table = {"format": "kvzap.thresholds", "format_version": 2, "model": "m", "dtype": "f32", "chat_template": True,
+                 "texts": 1, "tokens": 300, "sink": 0,
+                 "windows": [{"window": window, "rows": [{"evict_ratio": ratio, "threshold": threshold + ratio, "mean": 0.5,
+                                                          "deviation": 0, "least": 0, "most": 1} for ratio in (0.5, 0.75)]}
+                             for window, threshold in rows.items()]}
+        (folder / "thresholds.json").write_text(json.dumps(table))
+        ask = asking(CASE["context"], max_tokens=4, temperature=0)
+        flags = ["--surrogate", folder, "--dtype", "f32"]
+        auto = self.start(*flags, "--evict-ratio", "0.75", "--window", "auto")  # a quarter of 75 rows
+        self.assertTrue(any("--window auto: 8 tokens" in line for line in auto.lines), auto.lines)
+        named = self.start(*flags, "--threshold=-2.25", "--window", "8")
+        self.assertEqual(auto.post(CHAT, ask)["kvzap"]["evict_ratio"], named.post(CHAT, ask)["kvzap"]["evict_ratio"])
+        self.assertEqual(auto.post(CHAT, {**ask, "kvzap": {"evict_ratio": 0.5}})["kvzap"]["evict_ratio"],
+                         named.post(CHAT, {**ask, "kvzap": {"threshold": -2.5}})["kvzap"]["evict_ratio"])
+        self.stop(auto)
+        self.stop(named)
 
 
 class Policies(ServerTest):

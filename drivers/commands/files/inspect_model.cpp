@@ -1,6 +1,7 @@
 #include "commands/files/inspect_model.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <filesystem>
 #include <kvzap/engine/thresholds.hpp>
@@ -11,6 +12,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "commands/run/report.hpp"
@@ -275,13 +277,22 @@ ordered_json surrogate_json(const std::string& folder, const std::string& versio
                        {"hidden_size", field("input_dim")},
                        {"hidden_units", field("hidden_dim")}};
   json["tensors"] = types_json(types_of(folder));
+  json["windows"] = ordered_json::array();
   json["evict_ratios"] = ordered_json::array();
   json["recommended_threshold"] = nullptr;
+  json["recommended_window"] = nullptr;
   std::error_code ignored;
   if (!fs::exists(ThresholdTable::file_in(path), ignored)) return json;
   const ThresholdTable table = ThresholdTable::load(ThresholdTable::file_in(path));
-  for (const auto& row : table.rows) json["evict_ratios"].push_back(row.evict_ratio);
-  if (table.recommended) json["recommended_threshold"] = table.recommended->threshold;
+  std::set<double> ratios;
+  for (const auto& window : table.windows) {
+    json["windows"].push_back(window.window);
+    for (const auto& row : window.rows) ratios.insert(row.evict_ratio);
+  }
+  json["evict_ratios"] = ratios;
+  if (!table.recommended) return json;
+  json["recommended_threshold"] = table.recommended->threshold;
+  json["recommended_window"] = table.recommended->window;
   return json;
 }
 
@@ -302,8 +313,13 @@ std::string surrogate_text(const ordered_json& json) {
                          : fmt::format("{}, from {:.2f} to {:.2f}",
                                        files::counted(ratios.size(), "evict ratio"),
                                        ratios.front().get<double>(), ratios.back().get<double>());
+  if (!ratios.empty()) {
+    text += fmt::format(", for windows of {}",
+                        fmt::join(json["windows"].get<std::vector<int>>(), ", "));
+  }
   if (!recommended.is_null()) {
-    text += fmt::format("; --threshold auto is {:.3f}", recommended.get<double>());
+    text += fmt::format("; --threshold auto is {:.3f}, --window auto {}", recommended.get<double>(),
+                        json["recommended_window"].get<int>());
   }
   return text + "\n";
 }

@@ -15,6 +15,7 @@
 #include "base/stopwatch.hpp"
 #include "commands/lab/bench_report.hpp"
 #include "commands/support/model_loading.hpp"
+#include "commands/support/policy_setup.hpp"
 #include "commands/support/setup.hpp"
 #include "console/console.hpp"
 #include "console/progress.hpp"
@@ -325,11 +326,13 @@ int bench(const BenchOptions& given, const Communicator& comm, const std::string
   std::vector<BenchTest> tests;
   std::optional<ModelSetup> setup;
   BenchSystem system;
-  int window = options.window;
   const int ranks_on_node = comm.ranks_on_node();
   use_threads(options.threads, comm, comm.is_root() && !options.quiet);
+  agree_on_usage(comm, [&] { tests = tests_of(options); });
+  Pruning pruning = pruning_of(options);
+  resolve_window(pruning, comm, !options.quiet && comm.is_root());
+  int window = options.window = pruning.window;
   agree_on_usage(comm, [&] {
-    tests = tests_of(options);
     setup = set_up_model(options.model, options.layers, "", comm.size(), options.rope);
     if (!options.random_weights && session::weight_files(options.model).empty()) {
       options.random_weights = 0;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <kvzap/lab/calibrate_thresholds.hpp>
 #include <kvzap/model/memory_plan.hpp>
 #include <kvzap/model/model.hpp>
@@ -35,6 +36,7 @@ using base::seconds_since;
 using Texts = std::vector<std::vector<TokenId>>;
 
 constexpr const char* usual_ratios = "0.5,0.66,0.75";
+constexpr const char* usual_window = "128";
 
 /// Returns the requested evict ratios, ascending and without duplicates.
 std::vector<double> asked_ratios(const CalibrateOptions& o) {
@@ -44,6 +46,15 @@ std::vector<double> asked_ratios(const CalibrateOptions& o) {
   std::sort(ratios.begin(), ratios.end());
   ratios.erase(std::unique(ratios.begin(), ratios.end()), ratios.end());
   return ratios;
+}
+
+/// Returns the requested windows, descending and without duplicates.
+std::vector<int> asked_windows(const CalibrateOptions& o) {
+  const auto given = whole_numbers(o.windows, "--window", usual_window, 1, 1 << 24);
+  std::vector<int> windows(given.begin(), given.end());
+  std::sort(windows.begin(), windows.end(), std::greater<>());
+  windows.erase(std::unique(windows.begin(), windows.end()), windows.end());
+  return windows;
 }
 
 /// Returns the file that receives the table; empty if the table is not stored.
@@ -67,7 +78,9 @@ void check_outputs_differ(const CalibrateOptions& o) {
 }
 
 /// Returns whether the command only adds a recommendation to a table that exists.
-bool recommends_alone(const CalibrateOptions& o) { return o.file.empty() && !o.evaluation.empty(); }
+bool recommends_alone(const CalibrateOptions& o) {
+  return o.file.empty() && !o.evaluations.empty();
+}
 
 /// Checks that the table can be stored, before minutes of work. Returns the unfinished files that
 /// it removed.
@@ -122,34 +135,35 @@ ScoredTexts score(const CalibrateOptions& o, const ModelSetup& setup,
         Model::load(o.model, setup.config, dtype_from_name(o.dtype), setup.partition, comm.rank(),
                     {o.random_weights, weight_storage_from_name(o.weights), progress}));
   });
-  return score_texts(model, scorer, texts, {o.window, o.sink}, comm, progress);
+  return score_texts(model, scorer, texts, {asked_windows(o), o.sink}, comm, progress);
 }
 
 /// Finds a threshold for each ratio. Leaves out, with a note, the ratios that no threshold reaches
 /// on these texts. Throws AgreedError if there are only such ratios. Collective.
-std::vector<ThresholdTable::Row> find_rows(const EvictRatioCurves& curves,
-                                           const std::vector<double>& ratios, bool talks) {
-  std::vector<ThresholdTable::Row> rows;
+ThresholdTable::Window find_thresholds(int window, const EvictRatioCurves& curves,
+                                       const std::vector<double>& ratios, bool talks) {
+  ThresholdTable::Window table{window, {}};
   const double largest = curves.largest();
   for (const double ratio : ratios) {
-    if (ratio > largest && !rows.empty()) {
+    if (ratio > largest && !table.rows.empty()) {
       if (talks) {
-        say("kvzap: warning: no threshold for an evict ratio of {}: windows and sinks stay, so "
-            "at most {:.4f} of these texts can be evicted; longer texts or a smaller --window "
+        say("kvzap: warning: no threshold for an evict ratio of {}: windows of {} and sinks stay, "
+            "so at most {:.4f} of these texts can be evicted; longer texts or a smaller --window "
             "allow more\n",
-            ratio, largest);
+            ratio, window, largest);
       }
       continue;
     }
-    rows.push_back(curves.row(ratio));
+    table.rows.push_back(curves.row(ratio));
+    const double mean = table.rows.back().mean;
     constexpr double coarse = 0.01;
-    if (talks && std::abs(rows.back().mean - ratio) > coarse) {
+    if (talks && std::abs(mean - ratio) > coarse) {
       say("kvzap: warning: an evict ratio of {} is met by no threshold: {:.3f} is the "
           "nearest, since many scores are alike\n",
-          ratio, rows.back().mean);
+          ratio, mean);
     }
   }
-  return rows;
+  return table;
 }
 
 /// What a row of the table does to the texts.
@@ -158,7 +172,7 @@ struct RowEffect {
   std::vector<std::vector<std::int64_t>> kept_rows;  // [layer][KV head], of all texts
 };
 
-/// Makes the report. `effects`: of each row of the table.
+/// Makes the report. `effects`: of each row of the table, window by window.
 nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& table,
                                const std::vector<RowEffect>& effects, const Texts& texts,
                                const std::string& version) {
@@ -169,21 +183,23 @@ nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& 
                                  {"surrogate", o.surrogate},
                                  {"dtype", o.dtype},
                                  {"chat_template", !o.raw},
-                                 {"window", o.window},
+                                 {"windows", asked_windows(o)},
                                  {"sink", o.sink},
                                  {"stored", table_file(o).string()},
                                  {"tokens", table.tokens},
                                  {"rows", nlohmann::ordered_json::array()},
                                  {"texts", nlohmann::ordered_json::array()}};
-  for (std::size_t i = 0; i < table.rows.size(); ++i) {
-    const auto& row = table.rows[i];
-    json["rows"].push_back({{"evict_ratio", row.evict_ratio},
-                            {"threshold", row.threshold},
-                            {"mean", row.mean},
-                            {"deviation", row.deviation},
-                            {"least", row.least},
-                            {"most", row.most},
-                            {"kept_rows", effects[i].kept_rows}});
+  for (const ThresholdTable::Window& window : table.windows) {
+    for (const ThresholdTable::Row& row : window.rows) {
+      json["rows"].push_back({{"window", window.window},
+                              {"evict_ratio", row.evict_ratio},
+                              {"threshold", row.threshold},
+                              {"mean", row.mean},
+                              {"deviation", row.deviation},
+                              {"least", row.least},
+                              {"most", row.most},
+                              {"kept_rows", effects[json["rows"].size()].kept_rows}});
+    }
   }
   for (std::size_t i = 0; i < texts.size(); ++i) {
     std::vector<double> ratios;
@@ -197,7 +213,7 @@ nlohmann::ordered_json to_json(const CalibrateOptions& o, const ThresholdTable& 
 /// Adds a recommendation to the table in the surrogate's folder.
 void add_recommendation(const CalibrateOptions& o, bool talks) {
   ThresholdTable table = ThresholdTable::load(ThresholdTable::file_in(o.surrogate));
-  table.recommended = recommend_threshold(o.evaluation, o.surrogate);
+  table.recommended = recommend_threshold(o.evaluations, o.surrogate);
   const std::string text = table.text();
   std::fwrite(text.data(), 1, text.size(), stdout);
   flush_stdout();
@@ -227,8 +243,7 @@ void check_options(const CalibrateOptions& o) {
           "no texts: give a file of them with -f FILE, or an evaluation with --evaluation");
   require_no_stdin(o.file, "-f");
   asked_ratios(o);
-  require(o.window >= 1 && o.window <= (1 << 24),
-          fmt::format("--window is {}; expected 1 to {}", o.window, 1 << 24));
+  asked_windows(o);
   require(o.sink >= 0, fmt::format("--sink is {}; expected 0 or more", o.sink));
   require(!o.max_texts || *o.max_texts >= 1,
           fmt::format("--max-texts is {}; expected at least 1", o.max_texts.value_or(0)));
@@ -280,16 +295,18 @@ void declare(CLI::App& app, CalibrateOptions& o) {
       ->type_name("LIST")
       ->default_str(usual_ratios)
       ->group(thresholds);
-  app.add_option("--window", o.window,
-                 "always keep this number of most recent tokens, as the later run; at least 1")
-      ->capture_default_str()
+  add_texts(app, "--window", o.windows,
+            "always keep this number of most recent tokens, as the later run; at least 1. Several "
+            "of them, between commas, each get thresholds of their own")
+      ->type_name("LIST")
+      ->default_str(usual_window)
       ->group(thresholds);
-  app.add_option(
-         "--evaluation", o.evaluation,
-         "folder of kvzap eval with the policies none and kvzap at several --thresholds: "
-         "store the threshold that evicts most while the interval of its accuracy contains "
-         "the full cache's accuracy, for --threshold auto. Without -f, the command adds it to "
-         "the stored thresholds and needs no model")
+  add_texts(app, "--evaluation", o.evaluations,
+            "folder of kvzap eval with the policies none and kvzap at several --thresholds: "
+            "store the threshold and window that evict most while the interval of the accuracy "
+            "contains the full cache's accuracy, for --threshold auto and --window auto. May be "
+            "repeated, for evaluations with other windows. Without -f, the command adds them to "
+            "the stored thresholds and needs no model")
       ->type_name("DIR")
       ->group(thresholds);
   app.add_option("--sink", o.sink, "always keep this number of first positions, as the later run")
@@ -358,8 +375,8 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   if (comm.is_root()) print_notes(*setup, talks);
   std::optional<ThresholdTable::Recommendation> recommended;
   comm.agree_on_root([&] {
-    if (!options.evaluation.empty()) {
-      recommended = recommend_threshold(options.evaluation, options.surrogate);
+    if (!options.evaluations.empty()) {
+      recommended = recommend_threshold(options.evaluations, options.surrogate);
     }
     check_writable(options.json);
     for (const auto& note : check_storable(table_file(options))) {
@@ -389,17 +406,20 @@ void calibrate(const CalibrateOptions& options, const Communicator& comm,
   table.model = options.model;
   table.dtype = dtype_from_name(options.dtype);
   table.chat_template = !options.raw;
-  table.texts = scored.curves.texts();
-  table.tokens = scored.curves.tokens();
-  table.window = options.window;
+  table.texts = scored.curves.front().texts();
+  table.tokens = scored.curves.front().tokens();
   table.sink = options.sink;
-  table.rows = find_rows(scored.curves, asked_ratios(options), talks);
   table.recommended = recommended;
   std::vector<RowEffect> effects;
-  for (const auto& row : table.rows) {
-    const auto threshold = static_cast<float>(row.threshold);
-    effects.push_back({scored.curves.evict_ratios(threshold),
-                       scored.curves.kept_rows(setup->partition, threshold)});
+  const std::vector<int> windows = asked_windows(options);
+  for (std::size_t w = 0; w < windows.size(); ++w) {
+    const EvictRatioCurves& curves = scored.curves[w];
+    table.windows.push_back(find_thresholds(windows[w], curves, asked_ratios(options), talks));
+    for (const auto& row : table.windows.back().rows) {
+      const auto threshold = static_cast<float>(row.threshold);
+      effects.push_back(
+          {curves.evict_ratios(threshold), curves.kept_rows(setup->partition, threshold)});
+    }
   }
 
   // 4. Report and store.

@@ -29,9 +29,9 @@ struct CalibrateOptions {
   std::optional<std::int64_t> max_context;  // absent: the longest context of the model
 
   std::vector<std::string> evict_ratios;  // as given: numbers separated by commas
-  int window = 128;
+  std::vector<std::string> windows;       // as given: numbers separated by commas
   std::int64_t sink = 0;
-  std::string evaluation;  // folder of kvzap eval; empty: no recommendation
+  std::vector<std::string> evaluations;  // folders of kvzap eval; empty: no recommendation
 
   std::string output;  // empty: thresholds.json in the surrogate's folder
   bool store = true;

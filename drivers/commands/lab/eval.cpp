@@ -667,8 +667,11 @@ void Evaluation::finish(int signal) const {
 
 }  // namespace
 
-int evaluate(const EvalOptions& options, const Communicator& comm, const std::string& version,
+int evaluate(const EvalOptions& given, const Communicator& comm, const std::string& version,
              const EvalHost* host) {
+  EvalOptions options = given;
+  comm.agree([&] { resolve_pruning(options); });
+  resolve_window(options.pruning, comm, comm.is_root() && !options.quiet && !host);
   return Evaluation(options, comm, version, host).run();
 }
 

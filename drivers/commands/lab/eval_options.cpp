@@ -79,7 +79,7 @@ void declare_settings(CLI::App& app, EvalOptions& o) {
   app.add_option("--chunk", o.pruning.chunk, "tokens of a chunk of sparse prefill; at least 1")
       ->capture_default_str()
       ->group(settings);
-  declare_protected(app, o.pruning.window, o.pruning.sink, settings);
+  declare_protected(app, o.pruning, settings);
 }
 
 void declare_generation(CLI::App& app, EvalOptions& o) {

@@ -45,10 +45,11 @@ std::vector<std::int64_t> covered_settings(const std::vector<eval::EvalSetting>&
     if (may_lack) {
       ++asked;
       const ThresholdTable table = ThresholdTable::load(file);
-      if (!table.covers(*pruning.amount.evict_ratio)) {
+      const ThresholdTable::Window& of_window = table.nearest(pruning.window);
+      if (!of_window.covers(*pruning.amount.evict_ratio)) {
         warnings.push_back(fmt::format(
             "--evict-ratios: {} is left out: {} has evict ratios {} to {}", settings[i].label,
-            file.string(), table.rows.front().evict_ratio, table.rows.back().evict_ratio));
+            file.string(), of_window.rows.front().evict_ratio, of_window.rows.back().evict_ratio));
         continue;
       }
     }
@@ -94,6 +95,9 @@ void check_options(const EvalOptions& o, const eval::OwnPolicies& own) {
   require(!o.new_tokens || *o.new_tokens <= most,
           fmt::format("-n is {}; expected at most {}", o.new_tokens.value_or(0), most));
   const std::string& surrogate = o.pruning.surrogate;
+  require(
+      !o.pruning.auto_window || !surrogate.empty(),
+      "--window auto needs --surrogate DIR: the surrogate's table of thresholds has the windows");
   require(surrogate.empty() || fs::is_directory(surrogate),
           fmt::format("--surrogate {}: there is no such folder", surrogate));
   check(o.sampling, sampling_flag_names());
@@ -138,6 +142,7 @@ std::vector<eval::EvalSetting> settings_of(const EvalOptions& o, const eval::Own
   auto general = static_cast<const EngineOptions&>(o);
   resolve_pruning(general);
   request.general = general.pruning;
+  request.general.auto_window = false;  // an evaluation has one window, which is resolved before
   std::vector<eval::EvalSetting> settings;
   try {
     settings = parse_settings(request, flag_names());

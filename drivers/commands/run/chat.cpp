@@ -85,6 +85,7 @@ int chat(CLI::App& app, RunOptions& options, const Communicator& comm, const std
          const std::string& revision) {
   auto resumed = open_resumed(app, options, comm);
   agree_on_usage(comm, [&] { settle_chat(options, resumed != nullptr); });
+  resolve_window(options.pruning, comm, comm.is_root() && !options.quiet);
   // The context is the beginning of the chat template.
   if (!options.prompt && options.files.empty() && !resumed) options.prompt = "";
   const RunDescription description{version, revision, recorded_options(app, options),

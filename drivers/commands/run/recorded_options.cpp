@@ -72,6 +72,7 @@ std::string recorded_options(const CLI::App& app, const RunOptions& options) {
   if (!surrogate.empty()) recorded["surrogate"] = session::absolute_path(surrogate);
   if (!options.pruning_texts.policy.empty()) recorded["policy"] = absolute_policy(options);
   recorded["prune"] = prune_of(options);
+  recorded["window"] = options.pruning.window;  // auto has been replaced by a number
   return files::json_text(recorded);
 }
 
@@ -97,6 +98,7 @@ std::string options_in_force(const CLI::App& app, const RunOptions& options) {
   all["question"] = options.questions.empty() ? ordered_json() : ordered_json(options.questions);
   all["trim"] = options.trim;
   all["prune"] = prune_of(options);
+  all["window"] = options.pruning.window;
   return files::json_text(all);
 }
 

@@ -670,7 +670,8 @@ std::vector<std::vector<std::int64_t>> read_kept_rows(const std::string& file,
                                                       const ModelConfig& model) {
   const auto json = files::read_json_object(file);
   const files::JsonField report(json, file);
-  // A calibration has kept rows for each evict ratio, ascending. Heads differ most at the largest.
+  // A calibration has kept rows for each window, descending, and evict ratio, ascending. Heads
+  // differ most at the last.
   const files::JsonField calibrated = report.member("rows");
   const std::size_t ratios = calibrated.is_null() ? 0 : calibrated.array_size();
   const files::JsonField rows =

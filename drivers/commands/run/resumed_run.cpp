@@ -118,6 +118,7 @@ std::unique_ptr<session::Recorded> open_resumed(CLI::App& app, RunOptions& optio
   comm.agree([&] {
     restore_options(app, *run, snapshot);
     resolve_pruning(options);
+    run->restore_window(options.pruning);
     take_recommended(options);
     session::convert(run->state, dtype_from_name(options.dtype));
   });

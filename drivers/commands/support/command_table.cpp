@@ -14,6 +14,7 @@
 #include "commands/support/documents.hpp"
 #include "commands/support/models_command.hpp"
 #include "commands/support/policies_command.hpp"
+#include "commands/support/policy_setup.hpp"
 #include "commands/support/version.hpp"
 #include "files/json_file.hpp"
 #include "options/policy_options.hpp"
@@ -70,11 +71,12 @@ void check_train(const CommandLine& line) {
 }
 
 int run_run(CommandLine& line, const Communicator& comm) {
-  auto resumed = open_resumed(line.given(), line.run_options, comm);
-  const RunDescription description{version, revision,
-                                   recorded_options(line.given(), line.run_options),
-                                   options_in_force(line.given(), line.run_options)};
-  return run(line.run_options, description, std::move(resumed), comm);
+  RunOptions& options = line.run_options;
+  auto resumed = open_resumed(line.given(), options, comm);
+  resolve_window(options.pruning, comm, comm.is_root() && !options.quiet);
+  const RunDescription description{version, revision, recorded_options(line.given(), options),
+                                   options_in_force(line.given(), options)};
+  return run(options, description, std::move(resumed), comm);
 }
 
 void declare_policies(CLI::App& app, CommandLine& line) {

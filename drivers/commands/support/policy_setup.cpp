@@ -25,7 +25,7 @@ void check_ratio(const Pruning& pruning) {
     return;
   }
   try {
-    table.threshold(*pruning.amount.evict_ratio);
+    table.nearest(pruning.window).threshold(*pruning.amount.evict_ratio);
   } catch (const Error& error) {
     throw UsageError(fmt::format("--evict-ratio: {}: {}", file.string(), error.what()));
   }
@@ -76,8 +76,15 @@ LoadedPruning load_policy(const EngineOptions& options, const std::optional<Repe
                               flag_names());
 }
 
+void resolve_window(Pruning& pruning, const Communicator& comm, bool talks) {
+  if (!pruning.auto_window) return;
+  kvzap::resolve_window(pruning, comm, flag_names());
+  if (talks) say("kvzap: --window auto: {}\n", files::counted(pruning.window, "token"));
+}
+
 std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,
                                                    const Communicator& comm) {
+  resolve_window(options.pruning, comm, talks);
   agree_on_usage(comm, [&] { check_ratio(options.pruning); });
   std::optional<bool> chat_template;
   if (!options.token_ids) chat_template = !options.raw;

@@ -42,8 +42,11 @@ Texts load_policy_texts(const EngineOptions& options, const PolicyChoice* choice
                         const ModelSetup& setup, const Tokenizer* tokenizer,
                         const Communicator& comm);
 
-/// Calls kvzap::resolve_threshold for the options' pruning. Prints the warnings if `talks`.
-/// Collective.
+/// Calls kvzap::resolve_window. Prints the window of `--window auto` if `talks`. Collective.
+void resolve_window(Pruning& pruning, const Communicator& comm, bool talks);
+
+/// Calls resolve_window, and kvzap::resolve_threshold for the options' pruning. Prints the warnings
+/// if `talks`. Collective.
 std::optional<LookedUpThreshold> resolve_threshold(EngineOptions& options, bool talks,
                                                    const Communicator& comm);
 

@@ -143,6 +143,8 @@ struct Pruning {
   std::int64_t chunk = 2048;
   /// Most recent tokens. A threshold never evicts them.
   int window = 128;
+  /// Take the window from the surrogate's ThresholdTable: resolve_window replaces it by a number.
+  bool auto_window = false;
   /// First positions. They are never evicted.
   std::int64_t sink = 0;
   DecodeCuts decode;
@@ -154,9 +156,9 @@ struct Pruning {
   /// Parses the text that --policy, decks and `kvzap eval` use: a policy, followed by settings,
   /// each after an at sign. Settings: surrogate, threshold, evict-ratio, keep-tokens, kv-budget,
   /// prune, prune-after, prefill, chunk, window, sink, decode-every, decode-keep,
-  /// decode-evict-ratio, layerwise. "threshold=auto" is recommended_threshold(). "none" is the full
-  /// cache. A backslash before an at sign makes
-  /// it part of the policy. Fields that the text does not name keep their values from `base`.
+  /// decode-evict-ratio, layerwise. "threshold=auto" is recommended_threshold(), "window=auto" is
+  /// auto_window. "none" is the full cache. A backslash before an at sign makes it part of the
+  /// policy. Fields that the text does not name keep their values from `base`.
   /// Throws Error for an unknown key (with the nearest one), a key that occurs twice, and values of
   /// a wrong type.
   static Pruning parse(const std::string& text, Pruning base = none());
@@ -187,6 +189,8 @@ struct Pruning {
     return mode.value_or(has_policy() ? PruneMode::prefill : PruneMode::none);
   }
   bool prunes() const { return mode_in_force() != PruneMode::none; }
+  /// Returns the folder of the surrogate whose scores the policy uses, or "".
+  std::string used_surrogate() const;
   /// Returns the surrogate's folder if its scores are used unchanged: kvzap without a modifier.
   /// Otherwise returns "".
   std::string plain_surrogate() const;
@@ -259,8 +263,8 @@ void check(const LoadedPruning& pruning, bool has_scorer,
            const PruningNames& names = plain_names());
 /// Makes the policy of a checked pruning, with its amount. The full cache has none. `repeat`: how a
 /// policy with PolicyInfo::repeats_context asks the model to repeat the context. Throws Error as
-/// Pruning::spec and make_policy do, and for a pruning that still looks_up_threshold. Does not
-/// communicate.
+/// Pruning::spec and make_policy do, and for a pruning that still looks_up_threshold or has an
+/// auto_window. Does not communicate.
 LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
                    const std::optional<RepeatPrompt>& repeat = {},
                    const PruningNames& names = plain_names());

@@ -72,20 +72,23 @@ class EvictRatioCurves {
 
 /// The pairs of a context that a threshold does not judge. It judges all others.
 struct JudgedPairs {
-  int window = 128;       // the most recent tokens
-  std::int64_t sink = 0;  // the first positions
+  std::vector<int> windows = {128};  // the most recent tokens; one curve for each number
+  std::int64_t sink = 0;             // the first positions
 };
 
 /// Result of score_texts.
 struct ScoredTexts {
-  EvictRatioCurves curves;
-  /// Judged pairs whose score is NaN or infinite, over all ranks: no threshold evicts them.
+  std::vector<EvictRatioCurves> curves;  // one for each of JudgedPairs::windows
+  /// Pairs judged with the smallest window whose score is NaN or infinite, over all ranks: no
+  /// threshold evicts them.
   std::int64_t non_finite_scores = 0;
 };
 
-/// Runs each text as a dense prefill, one after the other, and adds the scores of its judged pairs.
+/// Runs each text as a dense prefill, one after the other, and adds the scores of its judged pairs
+/// to the curve of each window.
 /// The keys and values of one layer exist at a time. `progress` receives "texts" and tokens.
-/// Collective: all ranks pass the same texts. Throws Error for an empty text, and the errors of
+/// Collective: all ranks pass the same texts. Throws Error for an empty text, and without a window,
+/// and the errors of
 /// Engine::step.
 ScoredTexts score_texts(const std::shared_ptr<const Model>& model,
                         const std::shared_ptr<Scorer>& scorer,

@@ -4,6 +4,7 @@
 #include <kvzap/engine/surrogate.hpp>
 #include <kvzap/lab/calibrate_thresholds.hpp>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace kvzap {
@@ -65,20 +66,23 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
     texts[t].resize(40 + 30 * t);
     for (TokenId& id : texts[t]) id = static_cast<TokenId>(random() % 1000);
   }
-  const JudgedPairs judged{16, 2};
+  const JudgedPairs judged{{16, 3}, 2};
   const ScoredTexts scored = score_texts(model, scorer, texts, judged, comm);
   EXPECT_EQ(scored.non_finite_scores, 0);
-  EXPECT_EQ(scored.curves.tokens(), 210);
+  ASSERT_EQ(scored.curves.size(), 2u);
 
-  for (const double ratio : {0.2, 0.5}) {
-    const ThresholdTable::Row row = scored.curves.row(ratio);
+  for (const auto& [w, ratio] :
+       std::vector<std::pair<std::size_t, double>>{{0, 0.2}, {0, 0.5}, {1, 0.5}, {1, 0.9}}) {
+    const EvictRatioCurves& curves = scored.curves[w];
+    EXPECT_EQ(curves.tokens(), 210);
+    const ThresholdTable::Row row = curves.row(ratio);
     EXPECT_NEAR(row.mean, ratio, 0.01);
     const auto threshold = static_cast<float>(row.threshold);
-    const std::vector<double> expected = scored.curves.evict_ratios(threshold);
+    const std::vector<double> expected = curves.evict_ratios(threshold);
     CacheOptions options;
     options.pruning.mode = PruneMode::prefill;
     options.pruning.amount.threshold = threshold;
-    options.pruning.window = judged.window;
+    options.pruning.window = judged.windows[w];
     options.pruning.sink = judged.sink;
     const auto engine = Engine::create(model, scorer, options, comm);
     for (std::size_t t = 0; t < texts.size(); ++t) {
@@ -90,8 +94,8 @@ TEST(ScoreTexts, CurvesAreThoseOfRuns) {
     }
   }
   // A window as long as the texts leaves nothing to judge.
-  const ScoredTexts nothing = score_texts(model, scorer, texts, {100, 0}, comm);
-  EXPECT_EQ(nothing.curves.largest(), 0);
+  const ScoredTexts nothing = score_texts(model, scorer, texts, {{100}, 0}, comm);
+  EXPECT_EQ(nothing.curves.front().largest(), 0);
 }
 
 }  // namespace

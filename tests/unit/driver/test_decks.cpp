@@ -33,6 +33,7 @@ TEST(Deck, Errors) {
       {"window = 3.5", {"3.5", "expected a whole number"}},
       {"window = [1, 2]", {"expected one value, found a list"}},
       {"window = true", {"expected a text or a number"}},
+      {"model = 'x'\nprompt = 'x'\nwindow = 'auto'", {"--window auto needs --surrogate DIR"}},
       {"raw = 1", {"expected true or false"}},
       {"threshold = 1979-05-27", {"threshold: expected a text, a number, true or false"}},
       {"prune = 'some'", {"some not in {none,prefill,always}"}},
@@ -46,7 +47,7 @@ TEST(Deck, Errors) {
     folder.write("deck.toml", bad.text);
     SCOPED_TRACE(bad.text);
     // A value out of range is an option's, wherever it was given.
-    if (bad.parts.front() != "--threshold is NaN") bad.parts.push_back(deck);
+    if (bad.parts.front().rfind("--", 0) != 0) bad.parts.push_back(deck);
     expect_errors({"run"}, {{{"--config", deck}, bad.parts}});
   }
   const std::string none = folder.path() / "none.toml";

@@ -103,7 +103,7 @@ TEST(Help, ListsCommands) {
 TEST(Help, TellsDefaults) {
   const std::string text = std::regex_replace(help({"run", "--help"}), std::regex(R"(\s+)"), " ");
   const std::pair<const char*, const char*> defaults[] = {{"dtype f32|bf16|f16", "bf16"},
-                                                          {"window INT", "128"},
+                                                          {"window TOKENS", "128"},
                                                           {"sink INT", "0"},
                                                           {"prefill dense|sparse", "dense"},
                                                           {"chunk INT", "2048"},

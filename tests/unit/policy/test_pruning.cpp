@@ -323,5 +323,27 @@ TEST(Pruning, LooksUpARecommendedThreshold) {
   EXPECT_FALSE(find_fault(kvzap_pruning().recommended_threshold(), plan));
 }
 
+TEST(Pruning, TakesTheWindowOfASurrogate) {
+  const Pruning pruning = Pruning::parse("kvzap@surrogate=.@threshold=-4@window=auto");
+  EXPECT_TRUE(pruning.auto_window);
+  EXPECT_EQ(pruning.text(), "kvzap@surrogate=.@threshold=-4@window=auto");
+  EXPECT_EQ(Pruning::parse(pruning.text()), pruning);
+  EXPECT_NE(Pruning::parse("kvzap@surrogate=.@threshold=-4"), pruning);
+  EXPECT_FALSE(Pruning::parse("@window=128", pruning).auto_window);
+  EXPECT_FALSE(find_fault(pruning));
+  EXPECT_EQ(Pruning::parse("kvzap+ada@surrogate=a").used_surrogate(), "a");
+  EXPECT_EQ(Pruning::parse("kvzap:surrogate=b+ada").used_surrogate(), "b");
+  EXPECT_EQ(Pruning::parse("snapkv@surrogate=a").used_surrogate(), "");
+  for (const char* text :
+       {"snapkv@evict-ratio=0.5@window=auto", "@window=auto", "@window=auto@prune=none"}) {
+    const auto fault = find_fault(Pruning::parse(text));
+    ASSERT_TRUE(fault) << text;
+    EXPECT_EQ(fault->code, PruningFault::Code::missing);
+    EXPECT_EQ(fault->fields, (std::vector<Field>{Field::window, Field::surrogate}));
+    EXPECT_NE(fault->text.find("window auto needs surrogate DIR"), std::string::npos);
+  }
+  EXPECT_THROW(Pruning::parse("kvzap@window=automatic"), Error);
+}
+
 }  // namespace
 }  // namespace kvzap

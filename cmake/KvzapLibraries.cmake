@@ -177,9 +177,13 @@ foreach(component IN LISTS KVZAP_COMPONENTS)
   add_library(${library} ${component_sources} ${cold_objects})
   add_library(kvzap::${component} ALIAS ${library})
   target_link_libraries(${library} PUBLIC ${kvzap_public_targets} ${below} PRIVATE ${links})
-  set_target_properties(${library} PROPERTIES EXPORT_NAME ${component}
-    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
-    INSTALL_RPATH_USE_LINK_PATH ON)
+  set_target_properties(${library} PROPERTIES EXPORT_NAME ${component} INSTALL_RPATH_USE_LINK_PATH ON)
+  if(SKBUILD)  # a wheel cannot hold links from one name of a library to another
+    set_target_properties(${library} PROPERTIES INSTALL_RPATH "$ORIGIN")
+  else()
+    set_target_properties(${library} PROPERTIES VERSION ${PROJECT_VERSION}
+      SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  endif()
   kvzap_compile(${library} kvzap_core)
   target_link_libraries(kvzap INTERFACE ${library})
   list(APPEND kvzap_libraries ${library})

@@ -18,6 +18,14 @@ kvzap_packages=(
   libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libfmt-dev libpcre2-dev libutf8proc-dev
   libboost-dev libedit-dev
 )
+# scripts/wheel: no MPI; HDF5 is built there.
+kvzap_wheel_packages=(
+  g++ cmake ninja-build pkg-config file python3-dev python3-venv
+  libtrilinos-kokkos-dev libtrilinos-kokkos-kernels-dev
+  libopenblas-pthread-dev libdnnl-dev zlib1g-dev
+  libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libfmt-dev libpcre2-dev libutf8proc-dev
+  libboost-dev libedit-dev
+)
 kvzap_sanitizer_packages=(clang-14 libclang-rt-14-dev)
 # scripts/arm: a cross compiler and an emulator for the host, and libraries for arm64.
 kvzap_arm_packages=(g++-aarch64-linux-gnu qemu-user cmake ninja-build pkg-config)

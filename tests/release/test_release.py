@@ -23,6 +23,15 @@ class Release(unittest.TestCase):
         pattern = re.search(r"regex = '(.*)'", text)[1]
         self.assertEqual(re.search(pattern, (ROOT / "CMakeLists.txt").read_text())["value"], release.project_version())
 
+    def test_packages_of_the_wheel_are_in_the_list_of_packages(self):
+        text = (ROOT / "scripts/setup.sh").read_text()
+        lists = {name: set(re.search(rf"^{name}=\((.*?)^\)", text, re.MULTILINE | re.DOTALL)[1].split())
+                 for name in ("kvzap_packages", "kvzap_wheel_packages")}
+        more = lists["kvzap_wheel_packages"] - lists["kvzap_packages"]
+        self.assertEqual(more, {"file", "python3-dev", "python3-venv", "libopenblas-pthread-dev", "zlib1g-dev"})
+        less = lists["kvzap_packages"] - lists["kvzap_wheel_packages"]
+        self.assertEqual(less, {"libopenmpi-dev", "openmpi-bin", "libhdf5-openmpi-dev", "libopenblas-dev"})
+
     @unittest.skipUnless((ROOT / ".git").exists(), "needs the repository")
     def test_components(self):
         with tempfile.TemporaryDirectory() as folder:

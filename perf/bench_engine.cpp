@@ -158,11 +158,19 @@ double layer_flops(const ModelConfig& config) {
          (2 * q + 2 * kv + 3 * static_cast<double>(config.intermediate_size));
 }
 
-/// Floating-point operations of a causal prefill: linear maps of all layers, and attention.
-double prefill_flops(const ModelConfig& config, double tokens) {
+/// Floating-point operations of a causal prefill: linear maps of all layers, and attention. Unless
+/// all outputs are asked for, the last layer has attention of the last block alone, and o and the
+/// feed-forward part of the last token.
+double prefill_flops(const ModelConfig& config, double tokens, bool is_whole) {
+  constexpr double block = 512;
   const double q = static_cast<double>(config.num_attention_heads * config.head_dim);
-  const double layer = layer_flops(config) * tokens + 4 * q * tokens * (tokens + 1) / 2;
-  return layer * static_cast<double>(config.num_hidden_layers);
+  const auto attention = [=](double rows) { return 4 * q * rows * (rows + 1) / 2; };
+  const double layer = layer_flops(config) * tokens + attention(tokens);
+  const double all = layer * static_cast<double>(config.num_hidden_layers);
+  if (is_whole) return all;
+  const double maps = 2 * static_cast<double>(config.hidden_size) *
+                      (q + 3 * static_cast<double>(config.intermediate_size));
+  return all - maps * (tokens - 1) - attention(std::max(0.0, tokens - block));
 }
 
 void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bool is_sparse,
@@ -174,9 +182,12 @@ void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bo
     decoder.cache().free_sequence(sequence);
     sequence = decoder.cache().add_sequence();
   };
+  // One layer alone stands for those before the last.
+  const bool is_whole = engine.model().config().num_hidden_layers == 1;
   const auto prefill = [&] {
     if (!is_sparse) {
-      decoder.step(StepBatch(sequence, ids, {}, StepOutput::logits));
+      const StepOutput output = is_whole ? StepOutput::all_hidden : StepOutput::logits;
+      decoder.step(StepBatch(sequence, ids, {}, output));
       return;
     }
     const StepRule rule{true, EvictionRule{0, 0, true}};
@@ -191,7 +202,8 @@ void run_prefill(benchmark::State& state, Stage& stage, const Engine& engine, bo
   state.counters["tokens/s"] = static_cast<double>(tokens) / seconds;
   if (!is_sparse) {
     report_flops(state, seconds,
-                 prefill_flops(engine.model().config(), static_cast<double>(tokens)), limit);
+                 prefill_flops(engine.model().config(), static_cast<double>(tokens), is_whole),
+                 limit);
   }
   const KVBytes kv = kv_bytes(decoder);
   report_kv(state, kv);

@@ -4,7 +4,9 @@
 # --help prints the comment at a script's head.
 case "${1-}" in
 -h | --help)
-  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "scripts/$(basename "$0")"
+  script=scripts/$(basename "$0")
+  [ -f "$script" ] || script=perf/$(basename "$0")
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$script"
   exit
   ;;
 esac

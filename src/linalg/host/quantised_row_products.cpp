@@ -195,7 +195,8 @@ struct SomeRows {
   const float* scales;
 };
 
-// Scores of G queries, a unit of rows at a time; `scores` has space for whole eights of rows.
+// Products of G queries as whole numbers, a unit of rows at a time; `scores` has space for whole
+// eights of rows.
 template <int G, bool by_nibbles>
 KVZAP_TARGET_AVX2 void score_avx2(const SomeRows& some, const QuantisedQueries& queries,
                                   float* scores, int stride, const AheadBytes& ahead) {
@@ -234,9 +235,6 @@ KVZAP_TARGET_AVX2 void score_avx2(const SomeRows& some, const QuantisedQueries& 
       }
     }
     store_products<G>(add_lanes(sums), scores + r, stride);
-  }
-  for (int q = 0; q < G; ++q) {
-    scale_products(some.scales, queries.scales[q], rows, scores + std::int64_t{q} * stride);
   }
 }
 
@@ -372,15 +370,19 @@ KVZAP_TARGET_AVX2 void widen_avx2(const QuantisedRows& rows, std::int64_t row, f
 bool has_vnni() { return base::byte_products() == base::ByteProducts::avx512_vnni; }
 
 template <int G>
-void score_block(const SomeRows& keys, const QuantisedQueries& queries, int from, float* scores,
-                 int stride, const AheadBytes& ahead) {
+KVZAP_TARGET_AVX2 void score_block(const SomeRows& keys, const QuantisedQueries& queries, int from,
+                                   float* scores, int stride, const AheadBytes& ahead) {
   const int width = packed_width(keys.all.type, keys.all.dim);
   const QuantisedQueries some{queries.numbers + std::int64_t{from} * width, queries.sums + from,
                               queries.scales + from, G};
   const bool is_q4 = keys.all.type == RowType::q4;
   const auto kernel = has_vnni() ? (is_q4 ? score_avx512<G, true> : score_avx512<G, false>)
                                  : (is_q4 ? score_avx2<G, true> : score_avx2<G, false>);
-  kernel(keys, some, scores + from * stride, stride, ahead);
+  scores += std::int64_t{from} * stride;
+  kernel(keys, some, scores, stride, ahead);
+  for (int q = 0; q < G; ++q) {
+    scale_products(keys.scales, some.scales[q], keys.count, scores + std::int64_t{q} * stride);
+  }
 }
 
 // Rounds the weights of G queries to 15 bits of the largest one. Rows up to the next multiple of 16

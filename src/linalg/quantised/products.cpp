@@ -44,6 +44,10 @@ void unpack_by_panels(const Matrix& weights, std::int64_t begin, std::int64_t en
 
 using Range = Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
+// Those of answers. More rows pay for unpacked weights, or need the accuracy of rests: without
+// these, x in bytes raises the perplexity of SmolLM2-135M (Q4_1) by 0.33 %.
+constexpr std::int64_t few_rows = 32;
+
 /// Up to how many rows products of bytes are preferred to unpacking the weights.
 struct BlocksRule {
   bool (*fits)(base::SimdLevel level, base::ByteProducts products);
@@ -66,16 +70,12 @@ constexpr BlocksRule blocks_rules[] = {
      },
      any_rows},
     // (AMX, NEON: not measured.)
-    {[](base::SimdLevel, base::ByteProducts) { return true; }, 32},
+    {[](base::SimdLevel, base::ByteProducts) { return true; }, few_rows},
 };
-// So many rows and more have rests, where kernels take them. Without rests x in bytes raises the
-// perplexity of SmolLM2-135M (Q4_1) by 0.33 %; fewer rows are those of answers.
-constexpr std::int64_t least_rows_of_rests = 33;
 
 RowsAs rows_as(std::int64_t rows, const Matrix& weights, const AddChunk& add_chunk) {
   if (weights.has_floats()) return RowsAs::floats;
-  return rows >= least_rows_of_rests && add_chunk.takes_rests ? RowsAs::bytes_and_rests
-                                                              : RowsAs::bytes;
+  return rows > few_rows && add_chunk.takes_rests ? RowsAs::bytes_and_rests : RowsAs::bytes;
 }
 
 }  // namespace
@@ -96,8 +96,7 @@ std::string byte_products_text() {
 }
 
 bool prefers_blocks(std::int64_t rows, const Matrix& weights) {
-  constexpr std::int64_t few_rows_of_floats = 32;
-  return rows <= (weights.has_floats() ? few_rows_of_floats : most_rows_by_blocks());
+  return rows <= (weights.has_floats() ? few_rows : most_rows_by_blocks());
 }
 
 void spread_row(const float* x, const Matrix& weights, float* target) {

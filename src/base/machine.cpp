@@ -158,13 +158,16 @@ bool processor_has(SimdLevel level) {
   return (emulated ? SimdLevel::avx512_bf16 : level) <= simd_level_of_processor();
 }
 
-bool is_amd() {
+bool prefetches_in_order() {
 #if KVZAP_X86
-  static const bool amd = [] {
+  static const bool zen4_or_older = [] {
     __builtin_cpu_init();
-    return __builtin_cpu_is("amd") != 0;
+    unsigned a = 0, b, c, d;
+    if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &a, &b, &c, &d)) return false;
+    const unsigned family = (a >> 8 & 0xf) + (a >> 20 & 0xff);
+    return family <= 0x19;
   }();
-  return amd;
+  return zen4_or_older;
 #else
   return false;
 #endif

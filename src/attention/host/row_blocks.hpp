@@ -106,15 +106,15 @@ void attend_blocks(const Blocks& blocks, const RowRun<typename Kernels::Value>& 
                    const RowRun<typename Kernels::Value>& next) {
   using Value = typename Kernels::Value;
   const int dim = blocks.dim, padded = blocks.padded;
-  // On AMD's processors (Zen 3 to 5) the prefetcher loads rows that are read once in memory order
-  // at the memory's full rate; prefetch instructions do not reach that rate. They help in three
-  // cases. The next page lies elsewhere; or several queries read the keys and values of a block,
-  // which lie apart (longer pages); or computing takes longer than reading. A Xeon with AMX
-  // (Sapphire Rapids) always needs them: without, one query reads f16 at 0.76 of the rate that it
-  // has with them, 4 queries bf16 at 0.73.
+  // On AMD's Zen 3 and 4 the prefetcher loads rows that are read once in memory order at the
+  // memory's full rate; prefetch instructions do not reach that rate. They help in three cases. The
+  // next page lies elsewhere; or several queries read the keys and values of a block, which lie
+  // apart (longer pages); or computing takes longer than reading. Other processors always need
+  // them: without, 4 queries read bf16 at 0.73 of the rate that they have with them on a Xeon with
+  // AMX (Sapphire Rapids), and at 0.56 on a Zen 5.
   const bool in_order = is_behind(next, run) && (G == 1 || run.rows <= decode_block_rows);
-  const bool prefetches =
-      Kernels::always_prefetches(dim) || blocks.count > 1 || !in_order || !base::is_amd();
+  const bool prefetches = Kernels::always_prefetches(dim) || blocks.count > 1 || !in_order ||
+                          !base::prefetches_in_order();
   for (std::int64_t begin = 0; begin < run.rows; begin += decode_block_rows) {
     const int rows = static_cast<int>(std::min<std::int64_t>(decode_block_rows, run.rows - begin));
     const Value* keys = run.keys + begin * run.row_stride;

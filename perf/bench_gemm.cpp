@@ -204,7 +204,7 @@ void add_model(const Options& options, const std::string& name,
 void register_benchmarks(const Options& options) {
   const std::vector<std::int64_t> decode = {1, 2, 4, 8, 16};
   std::vector<std::int64_t> all = decode;
-  all.push_back(512);
+  for (const std::int64_t rows : {32, 64, 512}) all.push_back(rows);
   std::vector<std::int64_t> large = all;
   large.push_back(4096);
   if (options.quick) {

@@ -46,6 +46,21 @@ KOKKOS_INLINE_FUNCTION std::int64_t key_of(float logit, std::int64_t token) {
 
 namespace {
 
+// widen(row, target): a row of the table.
+template <class Widen>
+void embed_on_host(const Kokkos::View<const TokenId*, MemorySpace>& ids, std::int64_t first_token,
+                   std::int64_t rows, const linalg::Matrix& h, const Widen& widen) {
+  const std::int64_t hidden = h.extent(1);
+  base::host_for("kvzap::step::embed", h.extent(0), hidden, [=](std::int64_t i) {
+    const std::int64_t row = ids(i) - first_token;
+    if (row >= 0 && row < rows) {
+      widen(row, &h(i, 0));
+    } else {
+      std::fill_n(&h(i, 0), hidden, 0.0f);
+    }
+  });
+}
+
 template <class Value>
 void embed_rows(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, MemorySpace>& ids,
                 const linalg::WeightRows<Value>& embedding, std::int64_t first_token,
@@ -53,15 +68,9 @@ void embed_rows(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, M
   const std::int64_t rows = embedding.extent(0);
   const std::int64_t hidden = h.extent(1);
   if (base::machine().on_host()) {
-    base::host_for("kvzap::step::embed", h.extent(0), hidden, [=](std::int64_t i) {
-      const std::int64_t row = ids(i) - first_token;
-      if (row >= 0 && row < rows) {
-        linalg::widen(&embedding(row, 0), &h(i, 0), hidden);
-      } else {
-        std::fill_n(&h(i, 0), hidden, 0.0f);
-      }
+    return embed_on_host(ids, first_token, rows, h, [=](std::int64_t row, float* target) {
+      linalg::widen(&embedding(row, 0), target, hidden);
     });
-    return;
   }
   Kokkos::parallel_for(
       "kvzap::step::embed", Range(exec, 0, h.extent(0) * hidden), KOKKOS_LAMBDA(std::int64_t i) {
@@ -78,6 +87,11 @@ void embed(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, Memory
            const linalg::Matrix& h) {
   if (embedding.quantised() != nullptr) {
     return linalg::quantised::look_up(exec, *embedding.quantised(), ids, first_token, h);
+  }
+  if (embedding.is_packed()) {
+    return embed_on_host(
+        ids, first_token, embedding.outputs(), h,
+        [=](std::int64_t row, float* target) { linalg::unpack_row(embedding, row, target); });
   }
   with_value_type(embedding.dtype(), [&](auto zero) {
     embed_rows(exec, ids, embedding.rows<decltype(zero)>(), first_token, h);

@@ -62,6 +62,8 @@ LinearWeights packed_weights(PackedAllocator& allocator, DType dtype, std::int64
 /// unless these are the last rows. Hosts only.
 void pack_rows(const void* rows, std::int64_t begin, std::int64_t n_rows,
                const LinearWeights& weights);
+/// Writes the inputs of one output, widened, to `target`. Hosts only.
+void unpack_row(const LinearWeights& weights, std::int64_t row, float* target);
 
 /// y = x W^T + bias, as in torch.nn.Linear, accumulated in float for every type of W. An object
 /// keeps scratch space and must not be used by two threads at a time.

@@ -82,4 +82,18 @@ void pack_rows(const void* rows, std::int64_t begin, std::int64_t n_rows,
   });
 }
 
+void unpack_row(const LinearWeights& weights, std::int64_t row, float* target) {
+  constexpr std::int64_t block = LinearWeights::block_outputs;
+  const std::int64_t inputs = weights.inputs();
+  const std::int64_t begin =
+      row / block * block * LinearWeights::padded_inputs(weights.dtype(), inputs);
+  const std::int64_t together = weights.dtype() == DType::bf16 ? 2 : 1;
+  with_value_type(weights.dtype(), [&](auto zero) {
+    const auto* const own = weights.values<decltype(zero)>() + begin + row % block * together;
+    for (std::int64_t k = 0; k < inputs; ++k) {
+      target[k] = static_cast<float>(own[k / together * block * together + k % together]);
+    }
+  });
+}
+
 }  // namespace kvzap::linalg

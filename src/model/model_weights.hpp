@@ -171,7 +171,7 @@ struct Model::Weights {
   Norm final_norm;      // none: the layers run elsewhere (Model::without_weights)
   bool are_here() const { return final_norm.weight.extent(0) > 0; }
   // The rows first_token … first_token + extent(0) - 1 of the vocabulary.
-  Linear embedding;  // plain rows or quantised
+  Linear embedding;  // plain rows, packed if it is the head too, or quantised
   std::int64_t first_token = 0;
   // (position, hidden), or empty. On rank 0 alone: the sum over ranks adds it once.
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> positions;

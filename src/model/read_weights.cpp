@@ -633,11 +633,15 @@ std::shared_ptr<Model::Weights> read_weights(const WeightSource& source, const M
   const auto rows_of = [&](std::string_view name, const char* kind) -> std::vector<TensorRows> {
     return {{fmt::format("{}.{}", name, kind), config.vocab_size, vocabulary}};
   };
-  weights->embedding =
-      source.table(rows_of(names.embedding, "weight"), config.hidden_size, all_hidden);
-  weights->output_head = config.tie_word_embeddings ? weights->embedding
-                                                    : source.linear(rows_of(names.head, "weight"),
-                                                                    config.hidden_size, all_hidden);
+  const auto table = rows_of(names.embedding, "weight");
+  if (config.tie_word_embeddings) {
+    weights->embedding = source.linear(table, config.hidden_size, all_hidden);
+    weights->output_head = weights->embedding;
+  } else {
+    weights->embedding = source.table(table, config.hidden_size, all_hidden);
+    weights->output_head =
+        source.linear(rows_of(names.head, "weight"), config.hidden_size, all_hidden);
+  }
   const std::int64_t positions = config.max_position_embeddings;
   if (config.embeds_positions && rank == 0) {
     const std::int64_t first = names.first_position, end = first + positions;

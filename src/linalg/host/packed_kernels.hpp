@@ -13,7 +13,7 @@ namespace kvzap::linalg {
 bool has_packed_kernels();
 
 /// The most rows that packed_product takes.
-inline constexpr int packed_product_rows = 16;
+inline constexpr int packed_product_rows = 64;
 
 /// y[m * y_stride + n] = sum_k x(m, k) * weights[n, k] for the n < `outputs` <= 64 of one packed
 /// block and at most packed_product_rows rows of x, accumulated in float. A row of x has

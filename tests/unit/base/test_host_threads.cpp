@@ -185,7 +185,9 @@ void expect_no_difference() {
         EXPECT_EQ(found.second, expected.second);
         EXPECT_EQ(found.first, expected.first) << count << " threads";
       }
-      // A library may cut its products otherwise for more threads.
+      // A library may cut its products otherwise for more threads. Where it takes rounded inputs,
+      // another order of a sum can round an input of the next product to its neighbour.
+      constexpr float tolerance = sizeof(Value) == sizeof(float) ? 1e-5F : 1e-2F;
       const auto found = run_on<Value>(2, config, prefill, true);
       EXPECT_EQ(found.second, expected.second);
       ASSERT_EQ(found.first.size(), expected.first.size());
@@ -194,7 +196,7 @@ void expect_no_difference() {
         most = std::max(most, std::abs(found.first[i] - expected.first[i]));
         largest = std::max(largest, std::abs(expected.first[i]));
       }
-      EXPECT_LE(most, 1e-5F * largest);
+      EXPECT_LE(most, tolerance * largest);
     }
   }
 }

@@ -152,6 +152,11 @@ class Linear : public ::testing::Test {
       }
       linalg::pack_rows(rows.data(), begin, end - begin, packed);
     }
+    std::vector<float> row(k);
+    for (int j = 0; j < n; j += std::max(1, n / 2)) {
+      linalg::unpack_row(packed, j, row.data());
+      for (int l = 0; l < k; ++l) ASSERT_EQ(row[l], static_cast<float>(weights.at(j, l)));
+    }
     run(x, packed, weights, bias, y);
   }
 
@@ -230,8 +235,8 @@ class Linear : public ::testing::Test {
 using ValueTypes = ::testing::Types<float, half, bfloat16>;
 TYPED_TEST_SUITE(Linear, ValueTypes);
 
-// Eight rows (sixteen, packed) are the most that take the way without a gemm; up to sixteen outputs
-// of more rows take another.
+// Eight rows (16 or 64, packed) are the most that take the way without a gemm; up to sixteen
+// outputs of more rows take another.
 TYPED_TEST(Linear, AnyShape) {
   for (int m : {1, 2, 8, 9, 100}) {
     for (int n : {1, 5, 63, 64, 65, 130}) {
@@ -259,7 +264,9 @@ TYPED_TEST(Linear, SeveralPanels) {
 // and outputs that fill the kernels' blocks and that do not, and long enough for several turns of
 // groups of rows.
 TYPED_TEST(Linear, FewRows) {
-  for (int m = 1; m <= 17; ++m) {
+  std::vector<int> row_counts = {21, 31, 32, 64, 65};
+  for (int m = 1; m <= 18; ++m) row_counts.push_back(m);
+  for (const int m : row_counts) {
     this->check(m, 71, 130, m % 2 == 0, 0);
     this->check(m, 1, 67, m % 2 == 1, 1);
     this->check(m, 193, 15, false, 0);

@@ -9,9 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "source_dir.hpp"
+
 namespace kvzap::golden {
 
-inline const std::filesystem::path source_dir = KVZAP_SOURCE_DIR;
+inline const std::filesystem::path source_dir = test::source_dir();
 inline const std::filesystem::path golden_dir = source_dir / "tests/golden";
 
 /// Folder of a model, shipped or beside the reference vectors.

@@ -10,10 +10,12 @@
 #include <kvzap/model/tokenizer.hpp>
 #include <nlohmann/json.hpp>
 
+#include "source_dir.hpp"
+
 namespace kvzap {
 namespace {
 
-const std::filesystem::path inputs = std::filesystem::path(KVZAP_SOURCE_DIR) / "inputs";
+const std::filesystem::path inputs = test::source_dir() / "inputs";
 const std::filesystem::path folder = inputs / "models/recall-4m";
 
 struct EvalPrompt {

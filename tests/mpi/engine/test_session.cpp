@@ -7,11 +7,12 @@
 #include <string>
 
 #include "mpi/ranks.hpp"
+#include "source_dir.hpp"
 
 namespace kvzap {
 namespace {
 
-const std::string source = KVZAP_SOURCE_DIR;
+const std::string source = test::source_dir().string();
 const std::string model = source + "/inputs/models/recall-4m";
 const std::string surrogate = source + "/inputs/models/kvzap-mlp-recall-4m";
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "mpi/ranks.hpp"
+#include "source_dir.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -85,8 +86,7 @@ struct Served {
 
 Served serve_with(const Setting& setting, const Communicator& comm, const fs::path& folder,
                   bool reversed = false, std::int64_t most_bytes = std::int64_t{1} << 30) {
-  const fs::path model_folder =
-      fs::path(KVZAP_SOURCE_DIR) / "tests/golden/families" / setting.family;
+  const fs::path model_folder = test::source_dir() / "tests/golden/families" / setting.family;
   const ModelConfig config = ModelConfig::load(model_folder);
   const auto partition =
       HeadPartition::even(static_cast<int>(config.num_hidden_layers),

@@ -7,10 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "source_dir.hpp"
+
 namespace kvzap {
 namespace {
 
-const std::string inputs = KVZAP_SOURCE_DIR "/inputs/models/";
+const std::string inputs = test::source_dir().string() + "/inputs/models/";
 
 TEST(EvictRatioCurves, RanksHaveTheScoresOfTheirHeads) {
   const Communicator comm = Communicator::world();

@@ -14,13 +14,14 @@
 #include <vector>
 
 #include "golden/golden_files.hpp"
+#include "source_dir.hpp"
 
 namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
 
-const fs::path source = KVZAP_SOURCE_DIR;
+const fs::path source = test::source_dir();
 const fs::path goldens = source / "tests/golden/collect";
 const fs::path recall = source / "inputs/models/recall-4m";
 

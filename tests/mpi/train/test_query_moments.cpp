@@ -15,13 +15,14 @@
 
 #include "engine/watching.hpp"
 #include "golden/golden_files.hpp"
+#include "source_dir.hpp"
 
 namespace kvzap {
 namespace {
 
 namespace fs = std::filesystem;
 
-const fs::path source = KVZAP_SOURCE_DIR;
+const fs::path source = test::source_dir();
 const fs::path goldens = source / "tests/golden";
 const fs::path recall = source / "inputs/models/recall-4m";
 const fs::path qwen2 = goldens / "models/qwen2-random";

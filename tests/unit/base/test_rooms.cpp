@@ -11,11 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "source_dir.hpp"
+
 namespace {
 
 namespace fs = std::filesystem;
 
-const fs::path source = KVZAP_SOURCE_DIR;
+const fs::path source = kvzap::test::source_dir();
 
 /// The rooms of public headers. Headers that are not listed belong to the room with a source of
 /// their name.
@@ -161,7 +163,7 @@ TEST(Rooms, OpenTheirOwnNamespaceAlone) {
 
 /// kvzap/core.hpp has every header of the component.
 TEST(Rooms, CoreHeaderIncludesItsComponent) {
-  const fs::path include = fs::path(KVZAP_SOURCE_DIR) / "include/kvzap";
+  const fs::path include = kvzap::test::source_dir() / "include/kvzap";
   const std::string text = read(include / "core.hpp");
   int headers = 0;
   for (const auto& entry : fs::directory_iterator(include / "core")) {

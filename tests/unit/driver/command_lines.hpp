@@ -9,11 +9,13 @@
 
 #include "commands/support/command_line.hpp"
 #include "options/arguments.hpp"
+#include "source_dir.hpp"
 
 namespace kvzap::test {
 
-inline const std::string model_folder = KVZAP_SOURCE_DIR "/inputs/models/recall-4m";
-inline const std::string surrogate_folder = KVZAP_SOURCE_DIR "/inputs/models/kvzap-mlp-recall-4m";
+inline const std::string model_folder = test::source_dir().string() + "/inputs/models/recall-4m";
+inline const std::string surrogate_folder =
+    test::source_dir().string() + "/inputs/models/kvzap-mlp-recall-4m";
 
 /// What the program would print and return before its work starts.
 struct Outcome {

@@ -5,12 +5,13 @@
 #include <string>
 #include <vector>
 
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
 namespace {
 
-const std::string model_folder = KVZAP_SOURCE_DIR "/inputs/models/recall-4m";
+const std::string model_folder = test::source_dir().string() + "/inputs/models/recall-4m";
 
 class Texts : public ::testing::Test {
  protected:

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
@@ -199,7 +200,7 @@ SamplingOptions options_of(const nlohmann::json& fields) {
 
 // tests/golden/make_sampling_goldens.py
 TEST(Sampler, ChangesLogitsAsTransformers) {
-  std::ifstream file(KVZAP_SOURCE_DIR "/tests/golden/sampling.json");
+  std::ifstream file(test::source_dir().string() + "/tests/golden/sampling.json");
   const auto goldens = nlohmann::json::parse(file);
   int sampled = 0;
   for (const auto& golden : goldens.at("processors")) {

@@ -14,6 +14,7 @@
 
 #include "eval/recall.hpp"
 #include "eval/words.hpp"
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -31,7 +32,7 @@ using kvzap::eval::TooShort;
 using kvzap::test::expect_error;
 using kvzap::test::TemporaryFolder;
 
-const std::string model_folder = KVZAP_SOURCE_DIR "/inputs/models/recall-4m";
+const std::string model_folder = kvzap::test::source_dir().string() + "/inputs/models/recall-4m";
 
 const Tokenizer& demo_tokenizer() {
   static const Tokenizer tokenizer = Tokenizer::load(model_folder);
@@ -302,7 +303,8 @@ std::int64_t prompt_tokens(const Tokenizer& tokenizer, const kvzap::Task& task,
 }
 
 TEST(RulerLength, IsMetByEveryTask) {
-  const auto qwen = Tokenizer::load(KVZAP_SOURCE_DIR "/tests/golden/tokenizer/qwen2");
+  const auto qwen =
+      Tokenizer::load(kvzap::test::source_dir().string() + "/tests/golden/tokenizer/qwen2");
   struct {
     const Tokenizer& tokenizer;
     std::optional<ChatTemplate::Parts> parts;

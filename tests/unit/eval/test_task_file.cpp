@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
@@ -19,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 using Answers = std::vector<std::string>;
 
-const fs::path task_folder = KVZAP_SOURCE_DIR "/tests/eval";
+const fs::path task_folder = test::source_dir() / "tests/eval";
 
 class TaskFiles : public ::testing::Test {
  protected:

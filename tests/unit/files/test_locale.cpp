@@ -16,6 +16,7 @@
 #include "files/c_locale.hpp"
 #include "files/decimal.hpp"
 #include "files/json_file.hpp"
+#include "source_dir.hpp"
 
 namespace kvzap::files {
 namespace {
@@ -57,11 +58,10 @@ TEST(Locale, SourcesCallNothingThatDependsOnIt) {
   // It sets the locale of its streams.
   const std::set<std::string> excepted = {"src/engine/sampler.cpp"};
   for (const char* folder : {"include", "src", "drivers", "python/src"}) {
-    for (const auto& entry :
-         fs::recursive_directory_iterator(fs::path(KVZAP_SOURCE_DIR) / folder)) {
+    for (const auto& entry : fs::recursive_directory_iterator(test::source_dir() / folder)) {
       const std::string extension = entry.path().extension().string();
       if (extension != ".cpp" && extension != ".hpp") continue;
-      const std::string name = fs::relative(entry.path(), KVZAP_SOURCE_DIR).string();
+      const std::string name = fs::relative(entry.path(), test::source_dir()).string();
       if (excepted.count(name) != 0) continue;
       std::ifstream stream(entry.path());
       int number = 0;

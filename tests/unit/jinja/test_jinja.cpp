@@ -7,6 +7,7 @@
 #include <string>
 
 #include "jinja/template.hpp"
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -21,8 +22,7 @@ std::string rendered(const std::string& source, const Json& variables = Json::ob
 
 // tests/golden/make_jinja_goldens.py lets jinja2 render these.
 TEST(Jinja, RendersAsJinja2Does) {
-  std::ifstream stream(std::filesystem::path(KVZAP_SOURCE_DIR) /
-                       "tests/golden/jinja/templates.json");
+  std::ifstream stream(kvzap::test::source_dir() / "tests/golden/jinja/templates.json");
   const Json golden = Json::parse(stream);
   ASSERT_GT(golden["cases"].size(), 150u);
   for (const Json& item : golden["cases"]) {
@@ -38,7 +38,7 @@ TEST(Jinja, RendersAsJinja2Does) {
 
 // Whole chats in templates that combine the features.
 TEST(Jinja, RendersChatsAsJinja2Does) {
-  std::ifstream stream(std::filesystem::path(KVZAP_SOURCE_DIR) / "tests/golden/jinja/styles.json");
+  std::ifstream stream(kvzap::test::source_dir() / "tests/golden/jinja/styles.json");
   const Json golden = Json::parse(stream);
   for (const auto& [name, chats] : golden["texts"].items()) {
     for (const auto& [chat, text] : chats.items()) {

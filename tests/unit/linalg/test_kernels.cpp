@@ -18,6 +18,7 @@
 
 #include "base/machine.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "source_dir.hpp"
 
 namespace {
 
@@ -258,7 +259,7 @@ std::set<std::string> kernels_in_sources() {
   static const std::regex kernel(R"(KVZAP_KERNEL\(\s*\w+,\s*([\w#]+),)");
   static const std::regex body(R"re(#define KVZAP_\w+_BODY "(\S+)")re");
   std::set<std::string> names;
-  for (const auto& entry : fs::recursive_directory_iterator(fs::path(KVZAP_SOURCE_DIR) / "src")) {
+  for (const auto& entry : fs::recursive_directory_iterator(kvzap::test::source_dir() / "src")) {
     if (entry.path().extension() != ".cpp" && entry.path().extension() != ".hpp") continue;
     if (entry.path().parent_path().filename() == "base") continue;  // defines the macros
     std::ifstream file(entry.path());

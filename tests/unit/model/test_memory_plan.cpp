@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -16,7 +17,7 @@ using kvzap::plan_memory;
 using kvzap::test::expect_error;
 
 ModelConfig load_repository(const std::string& name) {
-  return ModelConfig::load(std::string(KVZAP_SOURCE_DIR) + "/inputs/configs/" + name);
+  return ModelConfig::load(kvzap::test::source_dir().string() + "/inputs/configs/" + name);
 }
 
 /// 2 layers, 6 query and 3 KV heads of 4, hidden 8, intermediate 10, vocabulary 7.

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace {
@@ -48,7 +49,7 @@ void expect_load_error(const std::string& architecture, const std::string& extra
 }
 
 ModelConfig load_repository(const std::string& name) {
-  return ModelConfig::load(std::string(KVZAP_SOURCE_DIR) + "/inputs/configs/" + name);
+  return ModelConfig::load(kvzap::test::source_dir().string() + "/inputs/configs/" + name);
 }
 
 constexpr const char* llama = "LlamaForCausalLM";

@@ -9,6 +9,7 @@
 
 #include "base/machine.hpp"
 #include "policy/registry.hpp"
+#include "source_dir.hpp"
 #include "unit/policy/fake_layer.hpp"
 
 namespace {
@@ -254,7 +255,7 @@ TEST(Kvzip, TakesABudgetAndNoModifiers) {
   for (const auto& modifier : kvzap::modifiers()) {
     std::string text = "kvzip+" + modifier.name;
     if (modifier.name == "per-layer")
-      text += ":ratios=" + std::string(KVZAP_SOURCE_DIR) + "/README.md";
+      text += ":ratios=" + kvzap::test::source_dir().string() + "/README.md";
     EXPECT_NE(message_of(text, half()).find("it cannot have the modifier " + modifier.name),
               std::string::npos)
         << text << ": " << message_of(text, half());

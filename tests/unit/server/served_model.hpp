@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap::test {
@@ -13,8 +14,7 @@ namespace kvzap::test {
 using namespace kvzap::server;
 
 inline ServedModel served() {
-  const std::filesystem::path folder =
-      std::filesystem::path(KVZAP_SOURCE_DIR) / "inputs/models/recall-4m";
+  const std::filesystem::path folder = test::source_dir() / "inputs/models/recall-4m";
   ServedModel model;
   model.name = "recall";
   model.tokenizer = Tokenizer::load(folder);

@@ -9,6 +9,7 @@
 #include "files/json_file.hpp"
 #include "files/parsed_json.hpp"
 #include "server/answer_parts.hpp"
+#include "source_dir.hpp"
 #include "unit/server/served_model.hpp"
 
 namespace kvzap::server {
@@ -25,7 +26,7 @@ const std::map<std::string, ToolStyle> styles = {
 
 // tests/golden/make_tool_goldens.py records them.
 TEST(ToolTemplates, PromptsAreThoseOfTransformers) {
-  const auto file = std::filesystem::path(KVZAP_SOURCE_DIR) / "tests/golden/jinja/tools.json";
+  const auto file = test::source_dir() / "tests/golden/jinja/tools.json";
   const OrderedJson golden = files::parse_ordered_json(files::read_text_file(file), file.string());
   ASSERT_EQ(golden.at("templates").size(), styles.size());
   ServedModel model = test::served();

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "source_dir.hpp"
 #include "text/chat_input.hpp"
 #include "unit/temporary_folder.hpp"
 
@@ -24,8 +25,7 @@ using Json = nlohmann::json;
 
 const Json& golden_cases() {
   static const Json cases = [] {
-    std::ifstream stream(std::filesystem::path(KVZAP_SOURCE_DIR) /
-                         "tests/golden/tokenizer/templates.json");
+    std::ifstream stream(kvzap::test::source_dir() / "tests/golden/tokenizer/templates.json");
     return Json::parse(stream)["cases"];
   }();
   return cases;

@@ -12,13 +12,14 @@
 #include <string>
 #include <string_view>
 
+#include "source_dir.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap::test {
 
 using Json = nlohmann::json;
 
-inline const std::filesystem::path source_folder = KVZAP_SOURCE_DIR;
+inline const std::filesystem::path source_folder = test::source_dir();
 inline const std::filesystem::path golden_folder = source_folder / "tests/golden/tokenizer";
 
 inline Json read_json(const std::filesystem::path& path) {

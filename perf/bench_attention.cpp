@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/huge_pages.hpp"
+#include "base/kokkos_compat.hpp"
 #include "common.hpp"
 
 namespace kvzap::perf {
@@ -38,11 +39,14 @@ enum class Placement {
   scattered  // anywhere, as after many allocations and releases: the worst case
 };
 
-/// Random codes, and scales near 1.
+/// Random codes, repeated with the same period, and scales near 1.
 void fill(const Kokkos::View<std::uint8_t*, Kokkos::HostSpace>& pages, const QuantisedPage& page) {
   std::mt19937 random(1);
-  for (std::size_t i = 0; i < pages.size(); ++i)
-    pages(i) = static_cast<std::uint8_t>(random() >> 9);
+  std::vector<std::uint8_t> pattern(10007);
+  for (std::uint8_t& code : pattern) code = static_cast<std::uint8_t>(random() >> 9);
+  for (std::size_t i = 0; i < pages.size(); i += pattern.size()) {
+    std::copy_n(pattern.begin(), std::min(pattern.size(), pages.size() - i), pages.data() + i);
+  }
   for (std::size_t at = 0; at < pages.size(); at += static_cast<std::size_t>(page.bytes())) {
     for (const bool values : {false, true}) {
       const QuantisedRows rows = page.at(reinterpret_cast<std::uintptr_t>(&pages(at)), values);
@@ -77,7 +81,7 @@ struct PagedLayer {
     // Uses huge pages, as the slabs of a PagePool do. Kernels may read 32 bytes behind a page.
     storage = Kokkos::View<std::uint8_t*, MemorySpace>(
         Kokkos::view_alloc(Kokkos::WithoutInitializing, "storage"), total * page_size + 32);
-    kvzap::base::advise_huge_pages(storage.data(), storage.size());
+    if constexpr (base::runs_on_host) base::advise_huge_pages(storage.data(), storage.size());
     if (format.quantised()) {
       const Kokkos::View<std::uint8_t*, Kokkos::HostSpace> bytes("pages", total * page_size);
       fill(bytes, quantised);

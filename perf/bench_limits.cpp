@@ -2,7 +2,9 @@
 #include <fmt/format.h>
 
 #include <memory>
+#include <string>
 
+#include "base/machine.hpp"
 #include "common.hpp"
 
 namespace kvzap::perf {
@@ -24,13 +26,20 @@ void register_benchmarks(const Options& options) {
     });
   };
   constexpr double bytes = LimitKernels::working_set;
-  limit("read/512MiB_per_rank", bytes, "GB/s", &LimitKernels::read);
-  limit("read_small_pages/512MiB_per_rank", bytes, "GB/s", &LimitKernels::read_small_pages);
-  limit("copy/512MiB_per_rank", bytes, "GB/s", &LimitKernels::copy);
-  limit("fresh/256MiB_per_rank", bytes / 2, "GB/s", &LimitKernels::fresh);
-  limit("gemm_f32/1024x2048x2048", LimitKernels::gemm_flops, "GFLOP/s", &LimitKernels::gemm_f32);
-  limit("gemm_bf16/1024x2048x2048", LimitKernels::gemm_flops, "GFLOP/s", &LimitKernels::gemm_bf16);
-  limit("byte_dots", LimitKernels::byte_dots_flops(), "GFLOP/s", &LimitKernels::byte_dots);
+  const bool on_host = base::machine().on_host();
+  const std::string all = fmt::format("/{}MiB_per_rank", LimitKernels::working_set >> 20);
+  const std::string half = fmt::format("/{}MiB_per_rank", LimitKernels::working_set >> 21);
+  const std::string extents =
+      fmt::format("/{}x{}x{}", LimitKernels::gemm_m, LimitKernels::gemm_n, LimitKernels::gemm_k);
+  limit("read" + all, bytes, "GB/s", &LimitKernels::read);
+  if (on_host) limit("read_small_pages" + all, bytes, "GB/s", &LimitKernels::read_small_pages);
+  limit("copy" + all, bytes, "GB/s", &LimitKernels::copy);
+  if (on_host) limit("fresh" + half, bytes / 2, "GB/s", &LimitKernels::fresh);
+  limit("gemm_f32" + extents, LimitKernels::gemm_flops, "GFLOP/s", &LimitKernels::gemm_f32);
+  limit("gemm_bf16" + extents, LimitKernels::gemm_flops, "GFLOP/s", &LimitKernels::gemm_bf16);
+  if (on_host) {
+    limit("byte_dots", LimitKernels::byte_dots_flops(), "GFLOP/s", &LimitKernels::byte_dots);
+  }
   for (const std::size_t kib : {8, 4096}) {
     add(fmt::format("limit/all_reduce/{}KiB", kib), 1, repetitions, [=](benchmark::State& state) {
       if (!*kernels) *kernels = std::make_unique<LimitKernels>();

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/huge_pages.hpp"
+#include "base/kokkos_compat.hpp"
 #include "base/simd.hpp"
 #include "common.hpp"
 #if KVZAP_X86
@@ -78,7 +79,7 @@ template <class Value>
 Kokkos::View<Value*, MemorySpace> array(const std::string& label, std::size_t count) {
   const Kokkos::View<Value*, MemorySpace> view(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, label), count);
-  base::advise_huge_pages(view.data(), count * sizeof(Value));
+  if constexpr (base::runs_on_host) base::advise_huge_pages(view.data(), count * sizeof(Value));
   Kokkos::deep_copy(view, Value(0.0f));
   return view;
 }
@@ -216,11 +217,11 @@ void decode_append(benchmark::State& state) {
   std::int64_t token = 0;
   const double seconds = time_iterations(state, [&] {
     for (int i = 0; i < appends; ++i) {
-      const RowsView keys(&prefill.keys(token, 0, 0),
-                          Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
-      const RowsView values(&prefill.values(token, 0, 0),
-                            Kokkos::LayoutStride(1, heads * dim, heads, dim, dim, 1));
-      const Cache::ScoresView scores(&prefill.scores(0, token),
+      // By addresses: the host must not index a device's views.
+      const Kokkos::LayoutStride row(1, heads * dim, heads, dim, dim, 1);
+      const RowsView keys(prefill.keys.data() + token * heads * dim, row);
+      const RowsView values(prefill.values.data() + token * heads * dim, row);
+      const Cache::ScoresView scores(prefill.scores.data() + token,
                                      Kokkos::LayoutStride(heads, n, 1, 1));
       cache.append(exec, id, 0, keys, values, scores, judging);
       token = (token + 1) % n;
@@ -285,8 +286,10 @@ void register_benchmarks(const Options& options) {
   for (const std::int64_t tokens : {4096, 8192, 32768}) {
     const std::int64_t iterations = 400 * 1024 / tokens;
     const std::string size = "/" + std::to_string(tokens) + "/3";
-    add("bare_gather" + size, iterations, repetitions,
-        [=](benchmark::State& state) { bare_gather(state, tokens, keep); });
+    if constexpr (base::runs_on_host) {
+      add("bare_gather" + size, iterations, repetitions,
+          [=](benchmark::State& state) { bare_gather(state, tokens, keep); });
+    }
     for (const bool fresh : {false, true}) {
       add((fresh ? "admission/fresh_memory" : "admission/reused_pages") + size, iterations,
           repetitions, [=](benchmark::State& state) { admission(state, tokens, keep, fresh); });

@@ -95,6 +95,12 @@ void add_context() {
   add("compiler", KVZAP_COMPILER);
   add("compiler_flags", KVZAP_COMPILER_FLAGS);
   add("processor", processor());
+#if defined(KOKKOS_ENABLE_CUDA)
+  const cudaDeviceProp device = ExecutionSpace().cuda_device_prop();
+  add("device", fmt::format("{}, compute capability {}.{}, {} multiprocessors, {:.1f} GB",
+                            device.name, device.major, device.minor, device.multiProcessorCount,
+                            1e-9 * static_cast<double>(device.totalGlobalMem)));
+#endif
   add("processors", std::to_string(std::thread::hardware_concurrency()));
   add("instruction_set", base::name_of(base::machine().simd()));
   add("kokkos", fmt::format("{} {}", engine::kokkos_version(), ExecutionSpace::name()));

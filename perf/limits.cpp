@@ -16,8 +16,9 @@
 #include "base/kokkos_compat.hpp"
 #include "base/simd.hpp"
 #include "common.hpp"
+#include "device_limits.hpp"
 #include "linalg/gemm.hpp"
-#if defined(__x86_64__)
+#if KVZAP_X86
 #include <immintrin.h>
 #endif
 #ifdef KVZAP_HAVE_ONEDNN
@@ -31,12 +32,13 @@
 namespace kvzap::perf {
 namespace {
 
-constexpr std::int64_t gemm_m = 1024, gemm_n = 2048, gemm_k = 2048;
+constexpr std::int64_t gemm_m = LimitKernels::gemm_m, gemm_n = LimitKernels::gemm_n,
+                       gemm_k = LimitKernels::gemm_k;
 constexpr std::int64_t prefetch_floats = 1024;
 
 // Eight running sums hide the latency of the additions. Prefetches bridge the ends of memory pages,
 // at which the processor's prefetcher stops.
-#if defined(__x86_64__)
+#if KVZAP_X86
 KVZAP_TARGET_AVX512 float read_all_avx512(const float* values, std::int64_t count) {
   __m512 sums[8];
   for (__m512& sum : sums) sum = _mm512_setzero_ps();
@@ -63,13 +65,13 @@ KVZAP_BODY float read_all_portable_body(const float* values, std::int64_t count)
 KVZAP_KERNEL(float, read_all_portable, (const float* values, std::int64_t count), (values, count))
 
 float read_all(const float* values, std::int64_t count) {
-#if defined(__x86_64__)
+#if KVZAP_X86
   if (base::machine().has(base::SimdLevel::avx512)) return read_all_avx512(values, count);
 #endif
   return read_all_portable(values, count);
 }
 
-#if defined(__x86_64__)
+#if KVZAP_X86
 // Streaming stores do not read the lines that they write.
 void stream_copy_baseline(const char* source, char* target, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 64) {
@@ -192,7 +194,6 @@ std::unique_ptr<Product> bf16_product() {
 struct LimitKernels::Buffers {
   SystemMemory memory{working_set, true, true};
   std::unique_ptr<SystemMemory> small_pages;
-  std::vector<float> reduced;
 #ifdef KVZAP_HAVE_ONEDNN
   Product f32{dnnl::memory::data_type::f32};
   std::unique_ptr<Product> bf16 = bf16_product();
@@ -203,13 +204,18 @@ struct LimitKernels::Buffers {
 #endif
 };
 
-LimitKernels::LimitKernels() : m_buffers(std::make_unique<Buffers>()) {
+LimitKernels::LimitKernels() {
+  if (base::machine().on_host())
+    m_buffers = std::make_unique<Buffers>();
+  else
+    m_device = std::make_unique<DeviceLimits>();
   gemm_f32();  // the first product of a shape is compiled
   gemm_bf16();
 }
 LimitKernels::~LimitKernels() = default;
 
 double LimitKernels::read() {
+  if (m_device) return seconds_of([&] { m_device->read(); });
   return seconds_of([&] {
     benchmark::DoNotOptimize(read_all(reinterpret_cast<const float*>(m_buffers->memory.data()),
                                       working_set / sizeof(float)));
@@ -228,6 +234,7 @@ double LimitKernels::read_small_pages() {
 }
 
 double LimitKernels::copy() {
+  if (m_device) return seconds_of([&] { m_device->copy(); });
   char* data = m_buffers->memory.data();
   return seconds_of([&] { stream_copy(data, data + working_set / 2, working_set / 2); });
 }
@@ -248,6 +255,7 @@ bool LimitKernels::has_onednn() {
 }
 
 double LimitKernels::gemm_f32() {
+  if (m_device) return seconds_of([&] { m_device->multiply(DType::f32); });
 #ifdef KVZAP_HAVE_ONEDNN
   return seconds_of([&] { m_buffers->f32.run(); });
 #else
@@ -260,6 +268,7 @@ double LimitKernels::gemm_f32() {
 }
 
 double LimitKernels::gemm_bf16() {
+  if (m_device) return seconds_of([&] { m_device->multiply(DType::bf16); });
 #ifdef KVZAP_HAVE_ONEDNN
   if (!m_buffers->bf16) return gemm_f32();
   return seconds_of([&] { m_buffers->bf16->run(); });
@@ -315,11 +324,9 @@ double LimitKernels::byte_dots_flops() {
 }
 
 double LimitKernels::all_reduce(std::size_t count, int times) {
-  m_buffers->reduced.assign(count, 0.0f);
+  std::vector<float> reduced(count);
   return seconds_of([&] {
-           for (int i = 0; i < times; ++i) {
-             world().all_reduce_sum(m_buffers->reduced.data(), count);
-           }
+           for (int i = 0; i < times; ++i) world().all_reduce_sum(reduced.data(), count);
          }) /
          times;
 }
@@ -336,6 +343,10 @@ struct Pass {
 
 Pass pass_of(Limit limit) {
   constexpr double bytes = LimitKernels::working_set;
+  if (!base::machine().on_host()) {
+    if (limit == Limit::fresh) limit = Limit::copy;
+    if (limit == Limit::byte_dots) limit = Limit::gemm_bf16;
+  }
   switch (limit) {
     case Limit::read:
       return {bytes, &LimitKernels::read};

@@ -2,16 +2,22 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+
+#include "base/kokkos_compat.hpp"
 
 namespace kvzap::perf {
 
+class DeviceLimits;
+
 /// Rates that no kernel can exceed, with all ranks at work at the same time, summed over ranks.
+/// Devices have read, copy and the products; for them fresh is copy, and byte_dots gemm_bf16.
 enum class Limit {
   read,      // bytes/s: sum of a working set beyond the last-level cache, in huge pages
   copy,      // bytes/s, read + written, with streaming stores
   fresh,     // bytes/s, each byte counted once, copied into memory that was never touched
-  gemm_f32,  // flop/s: product of 1024 x 2048 x 2048 on each rank
+  gemm_f32,  // flop/s: product of gemm_m x gemm_n x gemm_k on each rank; without TF32 on devices
   // flop/s: the same with bf16 operands and an f32 result; f32's rate without such instructions
   gemm_bf16,
   // flop/s: dot products of registers of bytes (base::byte_products()) on each rank, no memory
@@ -55,15 +61,20 @@ class LimitKernels {
   /// Sums `count` floats over ranks, in place, `times` times. Returns the seconds of one sum.
   double all_reduce(std::size_t count, int times);
 
-  static constexpr std::size_t working_set = std::size_t{512} << 20;
-  static constexpr double gemm_flops = 2.0 * 1024 * 2048 * 2048;
-  /// Returns whether the build has oneDNN. Without it, products are measured through Kokkos
+  // A pass takes milliseconds, so that launching it does not count on a device.
+  static constexpr std::size_t working_set = std::size_t{base::runs_on_host ? 512 : 4096} << 20;
+  static constexpr std::int64_t gemm_m = base::runs_on_host ? 1024 : 8192;
+  static constexpr std::int64_t gemm_n = base::runs_on_host ? 2048 : 8192;
+  static constexpr std::int64_t gemm_k = gemm_n;
+  static constexpr double gemm_flops = 2.0 * gemm_m * gemm_n * gemm_k;
+  /// Returns whether the build has oneDNN. Without it, hosts measure products through Kokkos
   /// Kernels, and the limit of bf16 is that of f32.
   static bool has_onednn();
 
  private:
   struct Buffers;
-  std::unique_ptr<Buffers> m_buffers;
+  std::unique_ptr<Buffers> m_buffers;      // of hosts
+  std::unique_ptr<DeviceLimits> m_device;  // else
 };
 
 }  // namespace kvzap::perf

@@ -74,8 +74,14 @@ class Results:
         names = sorted(self.runs, key=lambda name: (planned.get(name, ("", None))[1] is not None, name))
         return next((self.runs[n]["context"] for n in names if "compiler" in self.runs[n].get("context", {})), {})
 
+    def is_device(self):
+        """Whether these are figures of a GPU, by scripts/gpu."""
+        return self.processor.get("device", False)
+
     def level(self):
-        """The instruction set of these figures, as KVZAP_SIMD names it; "" if they do not tell."""
+        """The instruction set of these figures, as KVZAP_SIMD names it; "" if they do not tell, "device" for a GPU's."""
+        if self.is_device():
+            return "device"
         return self.limited_to or self.context().get("instruction_set", "").replace("amx_bf16", "amx").replace("amx_fp16", "amx")
 
     def all(self, run, pattern):
@@ -118,9 +124,9 @@ class Goal:
         self.command, self.measure = command, measure
 
     def goal_for(self, results):
-        """Or None. Runs that were limited have the goals of that instruction set alone."""
+        """Or None. Runs that were limited have the goals of that instruction set alone, and devices none of hosts'."""
         level = results.level()
-        return self.goals.get(level, None if results.limited_to else self.goals.get(""))
+        return self.goals.get(level, None if results.limited_to or results.is_device() else self.goals.get(""))
 
     def row(self, results):
         """goal, measured (None: it was not), number, met (None: there is no goal, or it was not measured)."""
@@ -131,8 +137,8 @@ class Goal:
         return {"goal": self, "measured": measured, "number": number, "met": met}
 
     def is_shown(self, results):
-        """In the table of a processor: what it is held to, and what is known of a limited run."""
-        if results.limited_to:
+        """In the table of a processor: what it is held to, and what is known of a limited run or a device."""
+        if results.limited_to or results.is_device():
             return self.measure(results) is not None
         return self.applies(results) and self.goal_for(results) is not None
 
@@ -142,6 +148,8 @@ class Goal:
     def command_for(self, results):
         ranks = results.context().get("ranks", "2")
         prefix = f"KVZAP_SIMD={results.limited_to} " if results.limited_to else ""
+        if results.is_device():
+            return "scripts/gpu run"
         if self.command.startswith(PEERS):
             return self.command + (f" --simd {results.limited_to}" if results.limited_to else "")
         return prefix + self.command.replace("{ranks}", str(ranks))

@@ -67,7 +67,7 @@ def machine_section(results):
     context = results.context()
     lines = ["## Machine and build", "", "| | |", "| --- | --- |"]
     names = [
-        ("processor", "processor"), ("processors", "processors"), ("instruction_set", "instruction set"),
+        ("device", "device"), ("processor", "processor"), ("processors", "processors"), ("instruction_set", "instruction set"),
         ("compiler", "compiler"), ("compiler_flags", "flags"), ("kokkos", "Kokkos"), ("mpi", "MPI"),
         ("ranks", "ranks"), ("threads_per_rank", "threads per rank"), ("onednn", "oneDNN"),
         ("kvzap_revision", "revision"),
@@ -88,6 +88,48 @@ def machine_section(results):
     return lines
 
 
+def how_peers_ran(results, run, peers):
+    if results.is_device():
+        return [f"`{peers['command']}` ran {', '.join(peers['versions'])} on the same device. A ratio above 1 favours kvzap."]
+    each = f"kvzap had {peers['ranks']} ranks, the peer {peers['threads']} threads"
+    if run == "processes":
+        each = f"One process had {peers['threads']} threads, the peer is kvzap on {peers['ranks']} ranks"
+    simd = f" The instruction set of kvzap was {peers['simd']}." if peers.get("simd") else ""
+    return [f"`{peers['command']}` ran the programs in turn on the same cores (rounds: {peers['rounds']}, fewer "
+            f"for long contexts). {each}.{simd} A ratio above 1 favours kvzap."]
+
+
+def steps_section(results):
+    """Whole steps of scripts/gpu: decode by context, type of rows and evicted pairs, and prefill."""
+    run = results.runs.get("steps")
+    if not run:
+        return []
+    stages = run["stages"].values()
+    rows = [row for stage in stages for row in stage["rows"]]
+    lines = ["## Whole steps", "", f"`kvzap bench` on {next(iter(stages))['model']}'s shape with random weights in bf16. ms "
+             "for each step, of all its sequences.", ""]
+    columns = sorted({(row["kv_type"], row["evict_ratio"]) for row in rows if row["n_gen"]},
+                     key=lambda c: (["bf16", "q8", "q4"].index(c[0]), c[1]))
+    decode = {(r["batch"], r["depth"], r["kv_type"], r["evict_ratio"]): r for r in rows if r["n_gen"]}
+    if decode:
+        names = [kv_type + (f", {ratio:.0%} evicted" if ratio else "") for kv_type, ratio in columns]
+        body = [[str(batch), f"{depth:,}", *(f"{decode[batch, depth, *c]['ms_per_token']:.4g}" if (batch, depth, *c) in decode else ""
+                                            for c in columns)] for batch, depth in sorted({key[:2] for key in decode})]
+        lines += table(["sequences", "tokens before", *names], body)
+    prefill = [[f"{r['n_prompt']:,}", f"{r['tokens_per_second']:,.0f}"] for r in rows if r["n_prompt"]]
+    return lines + (table(["prefill, tokens", "tokens/s"], prefill) if prefill else [])
+
+
+def stages_section(results):
+    """Tests and measurements of scripts/gpu, and how they ended."""
+    run = results.runs.get("stages")
+    if not run:
+        return []
+    rows = [[r["stage"], r["status"], str(r["tests"] or ""), f"{r['seconds']:.0f}", cell(r["remark"])] for r in run["rows"]]
+    return ["## Stages", "", "`scripts/gpu run` ended them so. *timeout*: a resumed run continues there.", "",
+            *table(["stage", "status", "tests", "seconds", "remark"], rows)]
+
+
 def peers_section(results):
     """Tables of what perf/peers/compare has left."""
     lines = []
@@ -95,12 +137,7 @@ def peers_section(results):
         peers = results.runs.get(run)
         if not peers:
             continue
-        each = f"kvzap had {peers['ranks']} ranks, the peer {peers['threads']} threads"
-        if run == "processes":
-            each = f"One process had {peers['threads']} threads, the peer is kvzap on {peers['ranks']} ranks"
-        simd = f" The instruction set of kvzap was {peers['simd']}." if peers.get("simd") else ""
-        lines += [f"`{peers['command']}` ran the programs in turn on the same cores (rounds: {peers['rounds']}, fewer "
-                  f"for long contexts). {each}.{simd} A ratio above 1 favours kvzap.", ""]
+        lines += [*how_peers_ran(results, run, peers), ""]
         rows = []
         for row in peers["rows"]:
             scale, unit = (1e-6, "MB") if row["unit"] == "bytes" else (1, row["unit"])
@@ -241,8 +278,10 @@ def processor_page(folder, docs, with_plots=True):
     if any(map(is_quick, [results, *limited])):
         lines += QUICK
     lines += machine_section(results)
-    if results.runs:
-        lines += ["## Goals", ""] + goals_section(results, reasons)
+    goals_lines = goals_section(results, reasons)
+    if results.runs and goals_lines:
+        lines += ["## Shares and ratios" if results.is_device() else "## Goals", ""] + goals_lines
+    lines += steps_section(results)
     for one in limited:
         lines += [f"## Limited to {one.limited_to}", "",
                   f"`KVZAP_SIMD={one.limited_to}` limited kvzap, and other programs and libraries were limited alike. "
@@ -258,6 +297,7 @@ def processor_page(folder, docs, with_plots=True):
     peers = peers_section(results)
     if peers:
         lines += ["## Beside other programs", ""] + peers
+    lines += stages_section(results)
     lines += ["## All figures", "", "Medians over repetitions, with the smallest and the largest value.", ""]
     lines += figures_section(results)
     for one in limited:
@@ -348,7 +388,7 @@ def measured_section(columns):
     """Which instruction sets were measured, on what; and which were not."""
     lines = ["## What was measured", ""]
     rows = []
-    for level, processors in KINDS:
+    for level, processors in KINDS + [("device", "GPUs")] * any(r.is_device() for r in columns):
         own = [column_title(r) for r in columns if not r.limited_to and r.level() == level]
         forced = [column_title(r) for r in columns if r.limited_to == level]
         rows.append([f"`{level}`", processors, ", ".join(own + forced) or "**not measured**"])

@@ -1,4 +1,5 @@
-# Which processor this is, and what its figures are filed under.
+# Which processor or device this is, and what its figures are filed under.
+import ctypes
 import pathlib
 import platform
 import re
@@ -94,3 +95,37 @@ def of_cpuinfo(text):
 
 def this_one(cpuinfo=pathlib.Path("/proc/cpuinfo")):
     return of_cpuinfo(cpuinfo.read_text() if cpuinfo.exists() else "")
+
+
+class Device:
+    """A GPU. `architecture`: such as 90, of compute capability 9.0; `memory`: bytes."""
+
+    def __init__(self, title, architecture, memory, driver=""):
+        self.title, self.architecture, self.memory, self.driver = title, architecture, memory, driver
+        self.name = slug(title)
+        self.identity = f"{title}, compute capability {architecture // 10}.{architecture % 10}"
+
+    def json(self):
+        return {"title": self.title, "identity": self.identity, "memory_bytes": self.memory, "driver": self.driver}
+
+
+def this_device():
+    """The first device of NVIDIA's driver, or None. The driver's library is on all machines with one; nvidia-smi is not."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, version, major, minor = (ctypes.c_int() for _ in range(4))
+    memory = ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
+    calls = (
+        ("cuInit", 0), ("cuDriverGetVersion", ctypes.byref(version)), ("cuDeviceGet", ctypes.byref(device), 0),
+    )  # fmt: skip
+    if any(getattr(cuda, call)(*arguments) for call, *arguments in calls):
+        return None
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)  # ..._MINOR
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    return Device(name.value.decode(), 10 * major.value + minor.value, memory.value,
+                  f"{version.value // 1000}.{version.value % 1000 // 10}")

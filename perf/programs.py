@@ -69,6 +69,16 @@ def condensed(raw):
     }
 
 
+def torch_name(result):
+    """The benchmark that does the work of a result of perf/peers/torch_kernels.py."""
+    if result["kernel"] == "linear":
+        stage = "decode" if result["rows"] <= 16 else "prefill"
+        return f"gemm/{stage}/{result['model']}/{result['dtype']}/{result['map']}/rows:{result['rows']}"
+    if "cached" in result:
+        return f"decode/{result['dtype']}/dim:128/group:{result['group']}/paged"
+    return f"prefill/{result['dtype']}/group:{result['group']}/tokens:{result['tokens']}"
+
+
 def run(path, ranks, mpirun_flags, arguments, environment={}):
     """Runs a program; returns its condensed results and the command as one would type it."""
     command = [str(path)] + arguments

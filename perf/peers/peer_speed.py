@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 
@@ -74,6 +75,7 @@ def main():
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--press", choices=["none", "dms"], default="none")
     parser.add_argument("--kind", choices=["linear", "mlp"], default="mlp")
@@ -84,6 +86,14 @@ def main():
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
+
+    if options.device != "cpu":
+        torch.set_default_device(options.device)
+
+    def seconds_since(begin):
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
 
     config, model = make_model(options)
     ids = torch.randint(0, config.vocab_size, (1, options.context))
@@ -100,21 +110,23 @@ def main():
         begin = time.perf_counter()
         with pressed():
             model.model(input_ids=ids, past_key_values=cache)
-        prefill.append(time.perf_counter() - begin)
+        prefill.append(seconds_since(begin))
         token = ids[:, -1:]
         with pressed():
             for step in range(options.new + 1):
                 if step == 1:  # the first one warms up
+                    seconds_since(0)
                     begin = time.perf_counter()
                 position = torch.tensor([[options.context + step]])
                 result = model(input_ids=token, past_key_values=cache, position_ids=position, logits_to_keep=1)
                 token = result.logits[:, -1:].argmax(-1)
-            decode.append((time.perf_counter() - begin) / options.new)
+            decode.append(seconds_since(begin) / options.new)
     print(
         json.dumps(
             {
                 "peer": "transformers" + ("+kvpress" if press else ""),
                 "torch": torch.__version__,
+                "transformers": transformers.__version__,
                 "config": os.path.basename(os.path.normpath(options.config)),
                 "layers": config.num_hidden_layers,
                 "dtype": options.dtype,

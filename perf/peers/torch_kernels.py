@@ -12,12 +12,20 @@ import time
 import torch
 
 
+def wait():
+    """Until the default device has done its work."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds(work, repeat):
     work()
     times = []
     for _ in range(repeat):
+        wait()
         begin = time.perf_counter()
         work()
+        wait()
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
@@ -50,11 +58,15 @@ def main():
     parser.add_argument("--models", default="Qwen3-0.6B,Qwen3-8B")
     parser.add_argument("--rows", default="1,8,512,4096")
     parser.add_argument("--tokens", default="4096", help="of attention")
+    parser.add_argument("--decode-rows", type=int, default=0, help="cached rows of a head for one query token in bf16; default: none")
+    parser.add_argument("--device", default="cpu", help="of torch, such as cuda; default: cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
+    if options.device != "cpu":
+        torch.set_default_device(options.device)
     results = []
     types = {"bf16": torch.bfloat16, "f32": torch.float32}
     for model in options.models.split(","):
@@ -73,6 +85,12 @@ def main():
             flops = 4 * 32 * 128 * tokens * (tokens + 1) / 2
             rate = 1e-9 * flops / seconds(work, max(1, options.repeat // 2))
             results.append({"kernel": "sdpa", "dtype": type_name, "group": 4, "tokens": tokens, "GFLOP/s": rate})
+    if options.decode_rows:
+        q = torch.randn(1, 32, 1, 128).to(torch.bfloat16)
+        k, v = (torch.randn(1, 8, options.decode_rows, 128).to(torch.bfloat16) for _ in range(2))
+        work = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        rate = 1e-9 * (k.nbytes + v.nbytes) / seconds(work, options.repeat)
+        results.append({"kernel": "sdpa", "dtype": "bf16", "group": 4, "cached": options.decode_rows, "GB/s": rate})
     print(json.dumps({"torch": torch.__version__, "threads": options.threads, "results": results}))
 
 

@@ -1,0 +1,173 @@
+"""scripts/gpu: stages, their ends and resumed runs with stand-ins for the programs, and a pack of the build's own."""
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "perf"))
+
+if sys.version_info >= (3, 11):  # tomllib
+    import device_stages
+
+# Notes its filter. Of the tests that the filter does not leave out it passes one, crashes at another, and passes a third.
+TESTS = """#!{python}
+import os, sys
+chosen = open(sys.argv[1].split("=", 1)[1]).read().strip().split("=", 1)[1]
+open(os.environ["CALLS"], "a").write(chosen + "\\n")
+assert os.environ["KVZAP_KERNELS"] == "device" and os.path.isdir(os.environ["KVZAP_SOURCE_DIR"])
+for test in ("A.One", "A/0.Crashes", "B.Last"):
+    if test in chosen.partition("-")[2].split(":"):
+        continue
+    print(f"[ RUN      ] {{test}}", flush=True)
+    if test.endswith("Crashes"):
+        os.abort()
+    print(f"[       OK ] {{test}} (1 ms)", flush=True)
+"""
+# Writes what Google Benchmark would; does not end unless there is a file "ends" beside it.
+BENCH = """#!{python}
+import json, os, pathlib, sys, time
+out = pathlib.Path(next(a for a in sys.argv if a.startswith("--benchmark_out=")).split("=", 1)[1])
+run = {{"name": "limit/read/1MiB/iterations:1", "run_type": "iteration", "real_time": 2.0, "time_unit": "ms", "GB/s": 40.0}}
+text = json.dumps({{"context": {{"compiler": "GNU", "device": "A device"}}, "benchmarks": [run, {{**run, "name": "limit/copy/1"}}]}})
+if (pathlib.Path(__file__).parent / "ends").exists():
+    out.write_text(text)
+else:
+    out.write_text(text[:-20])
+    time.sleep(60)
+"""
+KVZAP = """#!{python}
+import json, sys
+flags = dict(zip(sys.argv[1:], sys.argv[2:]))
+rows = [{{"n_prompt": 0, "n_gen": 2, "depth": int(d), "batch": 1, "evict_ratio": r, "ms_per_token": 2.0, "tokens_per_second": 500.0}}
+        for d in flags["-d"].split(",") for r in (0, 0.75)]
+print("noise")
+print(json.dumps({{"model": {{"name": "M"}}, "results": rows}}))
+"""
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        holder = tempfile.TemporaryDirectory()
+        self.addCleanup(holder.cleanup)
+        self.folder = pathlib.Path(holder.name)
+        self.pack, self.out, self.calls = self.folder / "pack", self.folder / "out", self.folder / "calls"
+
+    def run_stages(self, only, code, limit="1"):
+        command = [sys.executable, "-B", self.pack / "scripts/gpu", "run", "--quick", "--out", self.out, "--limit", limit, "--only", only]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**os.environ, "CALLS": str(self.calls)})
+        self.assertEqual(done.returncode, code, done.stderr)
+        return done.stderr
+
+    def state(self):
+        return json.loads((self.out / "state.json").read_text())
+
+    def page(self):
+        """perf/report's, of the results."""
+        (results,) = (self.out / "results").iterdir()
+        docs = self.folder / "docs"
+        docs.mkdir(exist_ok=True)
+        subprocess.run([sys.executable, "-B", ROOT / "perf/report", "--render", "--no-plots", "--results", self.out / "results",
+                        "--docs", docs, "--processor", results.name], check=True, capture_output=True)
+        return (docs / "performance" / f"{results.name}.md").read_text()
+
+
+@unittest.skipIf(sys.version_info < (3, 11), "needs Python 3.11")
+class Stages(Case):
+    def setUp(self):
+        super().setUp()
+        for name in ("scripts/gpu", "perf/device_stages.py", "perf/processors.py", "perf/programs.py"):
+            (self.pack / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.pack / name)
+        (self.pack / "bin").mkdir()
+        (self.pack / "pack.json").write_text(json.dumps({"revision": "r", "architectures": [], "glibc": "2.17"}))
+        for name, text in (("kvzap_unit_tests", TESTS), ("bench_limits", BENCH), ("kvzap", KVZAP)):
+            (self.pack / "bin" / name).write_text(text.format(python=sys.executable))
+            (self.pack / "bin" / name).chmod(0o755)
+
+    def test_a_crash_fails_its_test_and_no_other(self):
+        shown = self.run_stages("tests-caches,tests-policies,steps-q4,torch", 1)
+        self.assertEqual(self.state()["tests"]["tests-caches"], {"A.One": "OK", "A/0.Crashes": "FAILED", "B.Last": "OK"})
+        stages = self.state()["stages"]
+        self.assertEqual({name: stage["status"] for name, stage in stages.items()},
+                         {"tests-caches": "failed", "tests-policies": "skipped", "steps-q4": "passed", "torch": "skipped"})
+        self.assertEqual(stages["tests-policies"]["remark"], "the pack has no kvzap_golden_tests")
+        self.assertIn("failed: tests-caches", shown)
+        calls = self.calls.read_text().splitlines()
+        self.assertEqual(len(calls), 2)
+        self.assertTrue(calls[1].endswith("-A.One:A/0.Crashes"))
+        # A finished stage is not run again, and its failure stays known.
+        self.run_stages("tests-caches,steps-q4", 1)
+        self.assertEqual(self.calls.read_text().splitlines(), calls)
+        page = self.page()
+        for part in ("| tests-caches | failed | 3 | ", "| sequences | tokens before | q4 | q4, 75% evicted |", "| 1 | 256 | 2 | 2 |"):
+            self.assertIn(part, page)
+
+    def test_a_run_goes_on_where_its_time_was_up(self):
+        self.assertIn("not finished: limits", self.run_stages("limits,steps-q4", 3, limit="0.1"))
+        self.assertEqual(self.state()["stages"]["limits"]["status"], "timeout")
+        (path,) = (self.out / "results").glob("*/limits.json")
+        self.assertEqual([b["name"] for b in json.loads(path.read_text())["benchmarks"]], ["limit/read/1MiB"])
+        (self.pack / "bin" / "ends").touch()
+        self.run_stages("limits,steps-q4", 0)
+        self.assertEqual([b["name"] for b in json.loads(path.read_text())["benchmarks"]], ["limit/read/1MiB", "limit/copy/1"])
+        self.assertIn("| device | A device |", self.page())
+
+    def test_refuses(self):
+        self.assertIn("--only: no stage is called x", self.run_stages("x", 1))
+        self.run_stages("torch", 0)
+        state = self.state()
+        (self.out / "state.json").write_text(json.dumps({**state, "device": "another"}))
+        self.assertIn("has results of another", self.run_stages("torch", 1))
+        (self.pack / "pack.json").write_text(json.dumps({"revision": "r", "architectures": [], "glibc": "9.1"}))
+        self.assertIn("need glibc 9.1", self.run_stages("torch", 1))
+
+    def test_peers_stand_beside_figures_of_the_same_work(self):
+        self.run_stages("steps-q4", 0)
+        (results,) = (self.out / "results").iterdir()
+        run = device_stages.Run.__new__(device_stages.Run)
+        run.results, run.quick = results, True
+        run.state = {"peers": {
+            "torch": [{"torch": "2", "results": [{"kernel": "sdpa", "dtype": "bf16", "group": 4, "cached": 8, "GB/s": 50.0},
+                                                {"kernel": "linear", "model": "M", "dtype": "bf16", "map": "q", "rows": 1, "GB/s": 1}]}],
+            "transformers": [{"torch": "2", "transformers": "5", "context": 64, "prefill_s": [1.0], "decode_s_per_token": [0.008, 0.01]}],
+        }}  # fmt: skip
+        steps = json.loads((results / "steps.json").read_text())
+        steps["stages"]["steps-q4"]["rows"] = [{**row, "kv_type": "bf16"} for row in steps["stages"]["steps-q4"]["rows"]]
+        (results / "steps.json").write_text(json.dumps(steps))
+        decode = {"name": "decode/bf16/dim:128/group:4/paged", "label": "", "counters": {"GB/s": {"median": 100.0}},
+                  "seconds": {"median": 1, "min": 1, "max": 1, "n": 1}}
+        (results / "attention.json").write_text(json.dumps({"benchmarks": [decode]}))
+        run.write_peers()
+        rows = json.loads((results / "peers.json").read_text())["rows"]
+        self.assertEqual([(row["what"], row["peer"], row["ratio"]) for row in rows],
+                         [("decode/bf16/dim:128/group:4/paged", "torch sdpa", 2.0), ("decode", "transformers", 4.0)])
+
+
+@unittest.skipUnless(os.environ.get("KVZAP_BUILD"), "KVZAP_BUILD names no build folder")
+class Rehearsal(Case):
+    """The pack of a build for the host, unpacked elsewhere, with the kernels of devices."""
+
+    def test_pack_runs_elsewhere(self):
+        archive = self.folder / "pack.tar"
+        subprocess.run([sys.executable, "-B", ROOT / "scripts/gpu", "pack", "--host", "--no-compile", "--build",
+                        os.environ["KVZAP_BUILD"], "--families", "1", "--output", archive], check=True, capture_output=True)
+        archive.rename(self.pack)
+        about = json.loads((self.pack / "pack.json").read_text())
+        self.assertIn("libstdc++.so.6", about["libraries"])
+        self.assertFalse([name for name in about["libraries"] if name.startswith(("libc.so", "libm.so", "libcuda"))])
+        self.assertEqual(sum(name.startswith("tests/golden/families/") for name in about["left_out"]), 126)
+        stages = ["tests-caches", "tests-policies", "steps-bf16", "steps-q4", "prefill", "limits", "append-and-selection"]
+        self.run_stages(",".join(stages), 0, limit="5")
+        without = {name.replace("bench_limits", "limits").replace("bench_prune", "append-and-selection") for name in about["left_out"]}
+        for name in set(stages) - without:
+            self.assertEqual(self.state()["stages"][name]["status"], "passed", name)
+        self.assertIn("## Whole steps", self.page())
+
+
+if __name__ == "__main__":
+    unittest.main()

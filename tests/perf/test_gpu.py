@@ -1,4 +1,6 @@
-"""scripts/gpu: stages, their ends and resumed runs with stand-ins for the programs, and a pack of the build's own."""
+"""scripts/gpu: stages, their ends and resumed runs with stand-ins for the programs, and a pack of the build's own; perf/kernels."""
+import importlib.machinery
+import importlib.util
 import json
 import os
 import pathlib
@@ -146,6 +148,42 @@ class Stages(Case):
         rows = json.loads((results / "peers.json").read_text())["rows"]
         self.assertEqual([(row["what"], row["peer"], row["ratio"]) for row in rows],
                          [("decode/bf16/dim:128/group:4/paged", "torch sdpa", 2.0), ("decode", "transformers", 4.0)])
+
+
+# A stand-in for cuobjdump, of whose kernels one is a fill of a view.
+CUOBJDUMP = """#!/bin/sh
+echo 'Cuda compilation tools, release 13.0, V13.0.88'
+prefix=_ZN6Kokkos4Impl33cuda_parallel_launch_local_memoryINS0_11ParallelForI
+for name in \
+  NS0_16ViewValueFunctorINS_6DeviceINS_4CudaENS_9CudaSpaceEEEiEENS_11RangePolicyIJS5_NS_9IndexTypeIlEENS8_10DestroyTagEEEES5_EEEEvT_ \
+  N5kvzap9attention11AttendPartsINS4_14QuantisedCodesILNS3_7RowTypeE2ELS7_1EEELi8EEENS_10TeamPolicyIJNS_4CudaEEEESB_EEEEvT_; do
+  printf ' Function %s:\\n  REG:138 STACK:8 SHARED:1072 LOCAL:0 CONSTANT[0]:904 TEXTURE:0\\n' $prefix$name
+done
+"""
+
+
+class Kernels(Case):
+    def test_table(self):
+        path = self.folder / "CMakeFiles/kvzap_core.dir/src/attention/device/split.cpp.o"
+        path.parent.mkdir(parents=True)
+        path.touch()
+        tool, page = self.folder / "cuobjdump", self.folder / "kernels.md"
+        tool.write_text(CUOBJDUMP)
+        tool.chmod(0o755)
+        command = [sys.executable, "-B", ROOT / "perf/kernels", "--build", self.folder, "--cuobjdump", tool, "--docs", page]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # Three teams of 4 warps by their registers, of 64 warps.
+        self.assertIn("\n| `AttendParts<QuantisedCodes<q4, q8>, 8>` | `device/split.cpp` | team | 138 | 8 | 48 | 19% |\n", page.read_text())
+        self.assertIn("1 kernels", done.stderr)
+
+    def test_occupancy(self):
+        loader = importlib.machinery.SourceFileLoader("kernels", str(ROOT / "perf/kernels"))
+        kernels = importlib.util.module_from_spec(importlib.util.spec_from_loader("kernels", loader))
+        loader.exec_module(kernels)
+        # By registers (steps of 8), threads, blocks, and shared memory.
+        for threads, registers, shared, expected in ((128, 33, 1024, 0.75), (1024, 32, 1024, 1), (32, 16, 1024, 0.5), (128, 16, 114 << 10, 0.125)):
+            self.assertEqual(kernels.occupancy(90, threads, registers, shared), expected)
 
 
 @unittest.skipUnless(os.environ.get("KVZAP_BUILD"), "KVZAP_BUILD names no build folder")

@@ -118,6 +118,10 @@ class Stages(Case):
         self.run_stages("limits,steps-q4", 0)
         self.assertEqual([b["name"] for b in json.loads(path.read_text())["benchmarks"]], ["limit/read/1MiB", "limit/copy/1"])
         self.assertIn("| device | A device |", self.page())
+        # The one file goes on on another machine.
+        shutil.unpack_archive(self.out / "results.tar.gz", self.folder / "moved")
+        self.out = self.folder / "moved"
+        self.assertNotIn("limits ...", self.run_stages("limits,steps-q4", 0))
 
     def test_refuses(self):
         self.assertIn("--only: no stage is called x", self.run_stages("x", 1))
@@ -184,6 +188,30 @@ class Kernels(Case):
         # By registers (steps of 8), threads, blocks, and shared memory.
         for threads, registers, shared, expected in ((128, 33, 1024, 0.75), (1024, 32, 1024, 1), (32, 16, 1024, 0.5), (128, 16, 114 << 10, 0.125)):
             self.assertEqual(kernels.occupancy(90, threads, registers, shared), expected)
+
+
+class Nvcc(Case):
+    """cmake/KvzapNvcc.cmake: the compiler of the preset cuda."""
+
+    def configure(self, **environment):
+        script = self.folder / "script.cmake"
+        script.write_text(f'include("{ROOT}/cmake/KvzapNvcc.cmake")\nmessage("${{CMAKE_CXX_COMPILER}} ${{CMAKE_CXX_FLAGS_INIT}}")\n')
+        environment = {**os.environ, "PATH": "/usr/bin:/bin", "CONDA_PREFIX": "", "CMAKE_PREFIX_PATH": "", "Kokkos_ROOT": "", **environment}
+        return subprocess.run([shutil.which("cmake"), "-P", script], capture_output=True, text=True, env=environment)
+
+    @unittest.skipUnless(shutil.which("cmake"), "no cmake")
+    def test_is_that_of_kokkos(self):
+        wrapper, common = self.folder / "kokkos/bin/nvcc_wrapper", self.folder / "kokkos/lib64/cmake/Kokkos/KokkosConfigCommon.cmake"
+        for path, text in ((wrapper, "#!/bin/sh\n"), (common, "  set(Kokkos_CUDA_ARCHITECTURES 80)\n")):
+            path.parent.mkdir(parents=True)
+            path.write_text(text)
+        wrapper.chmod(0o755)
+        prefix = str(self.folder / "kokkos")
+        for environment in ({"Kokkos_ROOT": prefix}, {"CMAKE_PREFIX_PATH": f"/nowhere:{prefix}"}, {"CONDA_PREFIX": prefix}):
+            self.assertEqual(self.configure(**environment).stderr.strip(), f"{wrapper} -arch=sm_80", environment)
+        done = self.configure()
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("name Kokkos' folder in Kokkos_ROOT", " ".join(done.stderr.split()))
 
 
 @unittest.skipUnless(os.environ.get("KVZAP_BUILD"), "KVZAP_BUILD names no build folder")

@@ -99,20 +99,30 @@ def how_peers_ran(results, run, peers):
             f"for long contexts). {each}.{simd} A ratio above 1 favours kvzap."]
 
 
+def step_rows(results):
+    return [row for stage in results.runs.get("steps", {"stages": {}})["stages"].values() for row in stage["rows"]]
+
+
+def step_columns(rows):
+    return sorted({(row["kv_type"], row["evict_ratio"]) for row in rows}, key=lambda c: (["bf16", "q8", "q4"].index(c[0]), c[1]))
+
+
+def step_title(kv_type, ratio):
+    return kv_type + (f", {ratio:.0%} evicted" if ratio else "")
+
+
 def steps_section(results):
     """Whole steps of scripts/gpu: decode by context, type of rows and evicted pairs, and prefill."""
-    run = results.runs.get("steps")
-    if not run:
+    rows = step_rows(results)
+    if not rows:
         return []
-    stages = run["stages"].values()
-    rows = [row for stage in stages for row in stage["rows"]]
+    stages = results.runs["steps"]["stages"].values()
     lines = ["## Whole steps", "", f"`kvzap bench` on {next(iter(stages))['model']}'s shape with random weights in bf16. ms "
              "for each step, of all its sequences.", ""]
-    columns = sorted({(row["kv_type"], row["evict_ratio"]) for row in rows if row["n_gen"]},
-                     key=lambda c: (["bf16", "q8", "q4"].index(c[0]), c[1]))
+    columns = step_columns([row for row in rows if row["n_gen"]])
     decode = {(r["batch"], r["depth"], r["kv_type"], r["evict_ratio"]): r for r in rows if r["n_gen"]}
     if decode:
-        names = [kv_type + (f", {ratio:.0%} evicted" if ratio else "") for kv_type, ratio in columns]
+        names = [step_title(*column) for column in columns]
         body = [[str(batch), f"{depth:,}", *(f"{decode[batch, depth, *c]['ms_per_token']:.4g}" if (batch, depth, *c) in decode else ""
                                             for c in columns)] for batch, depth in sorted({key[:2] for key in decode})]
         lines += table(["sequences", "tokens before", *names], body)
@@ -214,6 +224,10 @@ def draw_plots(results, folder):
         if variant != "evict75_skew16":
             least = [1e3 * b["seconds"]["median"] * counter(b, "share") for b in found]
             axes.plot(contexts, least, "--", color=f"C{i}", label=f"{text}: reading weights and cache once")
+    steps = [row for row in step_rows(results) if row["n_gen"] and row["batch"] == 1]
+    for i, (kv_type, ratio) in enumerate(step_columns(steps)):
+        points = sorted((r["depth"], r["ms_per_token"]) for r in steps if (r["kv_type"], r["evict_ratio"]) == (kv_type, ratio))
+        axes.plot(*zip(*points), "o--" if ratio else "o-", color=f"C{i // 2}", label=step_title(kv_type, ratio))
     for i, peer in enumerate(PEERS, 3):
         rows = [r for r in results.peer_rows() if r["peer"] == peer and r["what"] == "decode"]
         if rows:

@@ -7,7 +7,7 @@ import sys
 import types
 
 LITERAL = re.compile(
-    r"\s*(?:(?P<sigil>[\^%]?)(?P<package>[a-z][\w-]*)(?![\w-]*=)|@(?P<versions>[\w.:,-]+)"
+    r"\s*(?:(?P<sigil>[\^%]?)(?:\[virtuals=\w+\] )?(?P<package>[a-z][\w-]*)(?![\w-]*=)|@(?P<versions>[\w.:,-]+)"
     r"|(?P<sign>[+~])(?P<flag>\w+)|(?P<name>\w+)=(?P<value>[\w.,:-]+))"
 )
 
@@ -111,7 +111,7 @@ def install():
     spack = types.ModuleType("spack")
     package = types.ModuleType("spack.package")
     spack.package = package
-    for kind in ("version", "variant", "depends_on", "conflicts", "extends", "license"):
+    for kind in ("version", "variant", "depends_on", "conflicts", "extends", "license", "maintainers"):
         setattr(package, kind, directive(kind))
 
     class PackageBase(metaclass=Recorder):

@@ -49,7 +49,8 @@ def builds():
             variants["line_editor"] = not variants["server"]
             variants["python"] = variants["shared"] = variants["onednn"]
             variants["pic"] = True
-            dependencies = {}
+            variants["plot"] = not variants["python"]
+            dependencies = {"openblas": stand_in.Build({"threads": "none"})}
             for name, version in (("kokkos", kokkos), ("cuda", cuda), ("hip", "6.2"), ("python", "3.13")):
                 dependencies[name] = stand_in.Build({})
                 dependencies[name].version = version
@@ -92,7 +93,7 @@ class Recipe(unittest.TestCase):
         self.assertEqual(
             set(variants),
             {"mpi", "hdf5", "openmp", "cuda", "cuda_arch", "rocm", "amdgpu_target", "sycl", "onednn",
-             "server", "line_editor", "python", "shared", "pic", "tests"},
+             "server", "line_editor", "plot", "python", "shared", "pic", "tests"},
         )
         for name in ("cuda", "rocm", "sycl", "python", "shared", "tests"):
             self.assertIs(variants[name]["default"], False)
@@ -124,7 +125,11 @@ class Recipe(unittest.TestCase):
                 self.assertEqual("boost" in found, on["server"])
                 self.assertEqual("libedit" in found, on["line_editor"])
                 self.assertEqual("googletest" in found, on["tests"])
-                self.assertEqual("python" in found, on["tests"])
+                self.assertEqual("python" in found, on["tests"] or on["plot"])
+                self.assertEqual("py-matplotlib" in found, on["plot"])
+                self.assertEqual("py-h5py" in found, on["plot"] and on["hdf5"])
+                self.assertEqual(found.get("openblas"), {"threads=openmp"} if on["openmp"] else None)
+                self.assertEqual(found["utf8proc"], {"@2.6:", "+shared"} if on["shared"] else {"@2.6:"})
                 self.assertEqual("py-nanobind" in found, on["python"])
                 self.assertEqual("py-numpy" in found, on["python"])
                 for name in ("nlohmann-json", "fmt", "pcre2", "utf8proc", "cli11", "tomlplusplus",
@@ -146,9 +151,6 @@ class Recipe(unittest.TestCase):
                 self.assertEqual("+cublas" in kernels, on["cuda"])
                 self.assertEqual("+rocblas" in kernels, on["rocm"])
                 self.assertEqual("+wrapper" in kokkos, on["cuda"])
-                self.assertEqual(
-                    "+cuda_lambda" in kokkos, on["cuda"] and kokkos_version.startswith("4.")
-                )
                 self.assertEqual(
                     "@4.7.01:" in kokkos, on["cuda"] and build["cuda"].version == "13.0"
                 )
@@ -179,8 +181,19 @@ class Recipe(unittest.TestCase):
 
     def test_versions(self):
         versions = {args[0]: options for kind, args, options in self.package.directives if kind == "version"}
-        version = re.search(r"project\(kvzap VERSION (\S+)", (SOURCE / "CMakeLists.txt").read_text())[1]
-        self.assertEqual(versions, {"main": {"branch": "main"}, version: {"tag": f"v{version}"}})
+        self.assertEqual(versions.pop("main"), {"branch": "main"})
+        for version, options in versions.items():
+            self.assertEqual(set(options), {"tag", "commit"}, "a release is a tag; its commit is the checksum")
+            self.assertEqual(options["tag"], f"v{version}")
+            self.assertRegex(options["commit"], r"^[0-9a-f]{40}$")
+
+    def test_lambdas_are_an_option_of_kokkos_up_to_version_4(self):
+        on = {"cuda": True, "cuda_arch": "90", "rocm": False, "sycl": False, "pic": True}
+        for version, options, bad in (("4.7.01", {"cuda_lambda": False}, 1), ("4.7.01", {"cuda_lambda": True}, 0),
+                                      ("5.1.1", {}, 0)):
+            kokkos = stand_in.Build(options)
+            kokkos.version = version
+            self.assertEqual(len(conflicts(self.package, stand_in.Build(on, {"kokkos": kokkos}))), bad, version)
 
     def test_old_compilers_conflict(self):
         variants = {"cuda": False, "rocm": False, "sycl": False, "pic": True}
@@ -215,6 +228,7 @@ class Recipe(unittest.TestCase):
     def test_every_variant_reaches_cmake(self):
         device = {"cuda": {"cuda_arch": "90"}, "rocm": {"amdgpu_target": "gfx942"}}
         variants = {d[1][0]: d[2]["default"] for d in self.package.directives if d[0] == "variant"}
+        del variants["plot"]  # nothing that is built
         own = {name: default for name, default in variants.items() if isinstance(default, bool)}
         dependencies = {name: stand_in.Build({}) for name in ("kokkos", "hip", "python")}
         dependencies["kokkos"].version, dependencies["kokkos"].kokkos_cxx = "4.7.01", "nvcc_wrapper"

@@ -15,16 +15,17 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     """Prunes the KV cache of a transformer while it runs and really frees the memory: a C++17
     library and a program on Kokkos, MPI and HDF5."""
 
-    homepage = "https://arxiv.org/abs/2601.07891"
-    # The clone of kvzap that this recipe is part of.
+    # The clone of kvzap that this recipe is part of. The project has no public address yet.
     git = "file://" + os.path.realpath(os.path.join(os.path.dirname(__file__), *5 * [".."]))
+    homepage = git
 
+    # As in debian/control: names no account of another person.
+    maintainers("maintainers@kvzap.invalid")
     license("Apache-2.0")
     test_requires_compiler = True
 
     version("main", branch="main")
-    # By the tag alone: no archive has been published yet. An archive needs `url` and its sha256 here.
-    version("0.2.0", tag="v0.2.0")
+    # A release is its tag with the tag's commit as checksum. scripts/release prints its line.
 
     variant("mpi", default=True, description="Share a model's heads among MPI ranks")
     variant("hdf5", default=True, description="Snapshots of the cache, files of training pairs")
@@ -33,6 +34,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     variant("onednn", default=True, description="oneDNN for dense products on the host")
     variant("server", default=True, description="kvzap serve")
     variant("line_editor", default=True, description="Line editor of kvzap chat")
+    variant("plot", default=True, description="Python packages that kvzap-plot runs on")
     variant("python", default=False, description="The Python package")
     variant("shared", default=False, description="Shared libraries")
     variant("pic", default=True, description="Position-independent code in static libraries")
@@ -59,6 +61,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("kokkos-kernels +rocblas", when="+rocm")
     depends_on("blas")
     depends_on("lapack")
+    depends_on("openblas threads=openmp", when="+openmp ^[virtuals=blas] openblas")
 
     # The same backends in both.
     depends_on("kokkos +openmp", when="+openmp")
@@ -66,7 +69,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("kokkos +serial", when="~openmp")
     depends_on("kokkos +sycl", when="+sycl")
     # Lambdas in kernels are an option up to Kokkos 4, and nvcc compiles C++ through a wrapper.
-    depends_on("kokkos +cuda_lambda", when="+cuda ^kokkos@:4")
+    conflicts("^kokkos@:4 ~cuda_lambda", when="+cuda", msg="kernels are lambdas: Kokkos +cuda_lambda")
     depends_on("kokkos +wrapper", when="+cuda %gcc")
     for _arch in CudaPackage.cuda_arch_values:
         for _package in ("kokkos", "kokkos-kernels"):
@@ -85,12 +88,18 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("fmt@8:")
     depends_on("pcre2@10.36:")
     depends_on("utf8proc@2.6:")
+    # Its static library is not position-independent.
+    depends_on("utf8proc +shared", when="+shared")
+    depends_on("utf8proc +shared", when="+python")
     depends_on("cli11@2.1:")
     depends_on("tomlplusplus@3.1:")
     depends_on("boost@1.74:", when="+server")
     depends_on("libedit@3.1:", when="+line_editor")
     depends_on("googletest@1.12:", type="build", when="+tests")
     depends_on("python@3.9:", type=("build", "run"), when="+tests")
+    depends_on("python@3.9:", type="run", when="+plot")
+    depends_on("py-matplotlib", type="run", when="+plot")
+    depends_on("py-h5py", type="run", when="+plot +hdf5")  # plots of snapshots
     extends("python@3.10:", when="+python")
     depends_on("py-nanobind@2.2:", type="build", when="+python")
     depends_on("py-numpy", type=("build", "run"), when="+python")
@@ -138,10 +147,10 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
         return next((name for flag, name in backends.items() if self.spec.satisfies(flag)), "Serial")
 
     def check(self):
-        """`spack install --test=root` runs the project's tests, if they were built."""
+        """`spack install --test=root` runs the project's fast tests, if they were built."""
         if self.spec.satisfies("+tests"):
             with working_dir(self.build_directory):
-                ctest("--output-on-failure")
+                ctest("--output-on-failure", "-L", "^fast$")
 
     def test_version(self):
         """the program starts and names what it was built with"""
@@ -149,15 +158,33 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
         output = kvzap("--version", output=str.split, error=str.split)
         assert "kvzap" in output, output
 
+    def test_demo(self):
+        """the demo model answers the demo's question from a pruned cache"""
+        kvzap = which(self.prefix.bin.kvzap)
+        with working_dir(join_path(self.prefix.share, "kvzap")):
+            output = kvzap("run", "--config", "inputs/demo.toml", output=str.split, error=str.split)
+        assert "0507" in output, output
+
+    def test_plot(self):
+        """kvzap-plot starts"""
+        if not self.spec.satisfies("+plot"):
+            raise SkipTest("needs +plot")
+        output = which(self.prefix.bin.join("kvzap-plot"))("--help", output=str.split, error=str.split)
+        assert "usage" in output, output
+
     def test_examples(self):
         """installed examples build against the installed package and run"""
         source = join_path(self.prefix.share, "kvzap", "examples")
+        # Programs of the build are not in the path of a test.
         cmake = which(self.spec["cmake"].prefix.bin.cmake)
+        programs = {"PKG_CONFIG_EXECUTABLE": self.spec["pkgconfig"].prefix.bin.join("pkg-config"),
+                    "CMAKE_MAKE_PROGRAM": self.spec["gmake"].prefix.bin.make}
         with working_dir("build-examples", create=True):
             cmake(
                 source,
                 self.define("kvzap_ROOT", self.prefix),
                 self.define("CMAKE_PREFIX_PATH", self.dependency_prefixes()),
+                *(self.define(name, path) for name, path in programs.items()),
                 *self.compiler_args(),
             )
             # Of the others one wants several ranks and one a model.

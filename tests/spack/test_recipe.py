@@ -216,6 +216,7 @@ class Recipe(unittest.TestCase):
                 self.assertEqual("-DPython_EXECUTABLE:STRING=/python" in given, on["python"])
                 self.assertIn("-DKVZAP_ENABLE_DRIVERS:BOOL=ON", given)
                 self.assertIn("-DKVZAP_ENABLE_PERF:BOOL=OFF", given)
+                self.assertIn("-DKVZAP_UNITE_SOURCES:BOOL=ON", given)
                 standard = "20" if build["kokkos"].version.startswith("5") else "17"
                 self.assertIn(f"-DCMAKE_CXX_STANDARD:STRING={standard}", given)
                 compilers = [arg for arg in given if "COMPILER" in arg]

@@ -131,6 +131,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
             self.define_from_variant("CMAKE_POSITION_INDEPENDENT_CODE", "pic"),
             self.define("KVZAP_ENABLE_DRIVERS", True),
             self.define("KVZAP_ENABLE_PERF", False),
+            self.define("KVZAP_UNITE_SOURCES", True),  # for builds from nothing
             self.define("KVZAP_REQUIRE_BACKEND", self.backend()),
         ]
         if spec.satisfies("+python"):

@@ -245,10 +245,10 @@ class Engine {
 
 // ---- The expected result: the same model over plain lists ---------------------------------------
 
-using HostMatrix = typename Matrix::HostMirror;
-HostMatrix on_host(const Matrix& matrix) {
+auto on_host(const Matrix& matrix) {
   return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace{}, matrix);
 }
+using HostMatrix = decltype(on_host(Matrix()));
 
 /// Runs one sequence, token by token. Every head has a list of its pairs.
 class Reference {

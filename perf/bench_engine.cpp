@@ -2,6 +2,7 @@
 // with the context, many sequences, loading. The cache has random contents from a seed.
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>

@@ -1,6 +1,7 @@
 #include "options/kokkos_flags.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>

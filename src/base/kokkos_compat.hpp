@@ -6,6 +6,7 @@
 #include <kvzap/core/view_checks.hpp>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 namespace kvzap::base {
 
@@ -19,6 +20,11 @@ using StagingSpace = Kokkos::SharedHostPinnedSpace;
 #else
 using StagingSpace = Kokkos::HostSpace;
 #endif
+
+/// What `create_mirror_view` makes of a view. (Kokkos 5 deprecates View::HostMirror;
+/// host_mirror_type is another view before Kokkos 4.6.)
+template <class View>
+using HostMirror = decltype(Kokkos::create_mirror_view(std::declval<const View&>()));
 
 /// Waits for one execution-space instance; the name gives the reason. (Kokkos 3.4's Serial fence
 /// takes no label.)

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/host_threads.hpp"
+#include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "cache/instance_order.hpp"
 #include "cache/row_mover.hpp"
@@ -87,7 +88,7 @@ struct LayerStore {
   Kokkos::View<char**, Kokkos::LayoutRight, MemorySpace> ring;
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
   Counts device_retained;
-  typename Counts::HostMirror host_retained;
+  base::HostMirror<Counts> host_retained;
 
   void add_tokens(std::int64_t count) {
     tokens += count;
@@ -106,9 +107,9 @@ struct Sequence {
   // `lengths`: retained rows per head, then two totals of all deferred appends: pairs evicted, and
   // pairs kept because their score is not finite.
   PageTable table;
-  typename PageTable::HostMirror host_table;
+  base::HostMirror<PageTable> host_table;
   Counts lengths;
-  typename Counts::HostMirror host_lengths;
+  base::HostMirror<Counts> host_lengths;
   std::int64_t evicted_before = 0;  // the collected part of those totals
   std::int64_t non_finite_before = 0;
   AppendCounts collected;  // since the last call of collect

@@ -119,7 +119,7 @@ class Rearrangement {
   // The new page lists for kernels.
   struct TargetTable {
     PageTable entries;  // (head, page)
-    typename PageTable::HostMirror host;
+    base::HostMirror<PageTable> host;
   };
 
   void list() {

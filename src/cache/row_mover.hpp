@@ -249,7 +249,7 @@ class KeptRows {
  private:
   Kokkos::View<std::int32_t*, MemorySpace> m_rows;
   Counts m_numbers;  // (3, entry): counts, firsts, begins
-  typename Counts::HostMirror m_host_numbers;
+  base::HostMirror<Counts> m_host_numbers;
   std::int64_t m_entries = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "gguf/write_tokenizer.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <kvzap/core/types.hpp>

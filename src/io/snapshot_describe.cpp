@@ -1,6 +1,7 @@
 #include "io/snapshot_describe.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <iterator>

@@ -164,10 +164,10 @@ std::string quoted_text(std::string_view text) {
                (category != UTF8PROC_CATEGORY_CN && category < UTF8PROC_CATEGORY_ZS)) {
       result += bytes;
     } else {
-      result += fmt::format(character < 0x100     ? "\\x{:02x}"
-                            : character < 0x10000 ? "\\u{:04x}"
-                                                  : "\\U{:08x}",
-                            character);
+      const char* const escape = character < 0x100     ? "\\x{:02x}"
+                                 : character < 0x10000 ? "\\u{:04x}"
+                                                       : "\\U{:08x}";
+      result += fmt::format(fmt::runtime(escape), character);
     }
   }
   return result + quote;

@@ -311,12 +311,13 @@ ModelConfig ModelConfig::load(const fs::path& model) {
   model::ConfigContent content{
       kvzap::model::description_of_text(file->content, file->where, warnings), {}};
   const auto type = content.find("model_type");
-  const Family* const family = kvzap::model::find_family(
-      kvzap::model::class_in(content),
-      type != content.end() && type->is_string() ? type->get_ref<const std::string&>() : "");
+  const std::string type_name =
+      type != content.end() && type->is_string() ? type->get<std::string>() : "";
+  const Family* const family =
+      kvzap::model::find_family(kvzap::model::class_in(content), type_name);
   if (family == nullptr) refuse_family(content, file->where);
   const auto& others = family->text_types;
-  if (type == content.end() || std::find(others.begin(), others.end(), *type) == others.end()) {
+  if (std::find(others.begin(), others.end(), type_name) == others.end()) {
     ConfigFields(content, file->where).require("model_type", std::string(family->model_type));
   }
   if (family->rename != nullptr) family->rename(content);

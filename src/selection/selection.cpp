@@ -282,13 +282,13 @@ View uninitialized(const char* label, std::int64_t extent) {
 // Memory of the passes, for the largest group.
 struct Buffers {
   Histograms histograms;
-  Histograms::HostMirror host_histograms;
+  base::HostMirror<Histograms> host_histograms;
   Keys keys;
-  Keys::HostMirror host_keys;
+  base::HostMirror<Keys> host_keys;
   Tiles tiles;
-  Tiles::HostMirror host_tiles;
+  base::HostMirror<Tiles> host_tiles;
   Counts ties;  // of this rank's segments
-  Counts::HostMirror host_ties;
+  base::HostMirror<Counts> host_ties;
 
   Buffers(const std::vector<Group>& groups, std::int64_t segments) {
     std::size_t n_pools = 0, n_tiles = 0;

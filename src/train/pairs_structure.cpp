@@ -158,8 +158,13 @@ std::vector<char> packed_zeros(hid_t data_set) {
   io::checked_hdf5(H5Dget_chunk_storage_size(copy, origin, &bytes), "H5Dget_chunk_storage_size");
   std::vector<char> packed(static_cast<std::size_t>(bytes));
   std::uint32_t left_out = 0;
-  io::checked_hdf5(H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data()),
-                   "H5Dread_chunk");
+#if H5_VERSION_GE(2, 0, 0)
+  std::size_t size = packed.size();
+  const herr_t status = H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data(), &size);
+#else
+  const herr_t status = H5Dread_chunk(copy, H5P_DEFAULT, origin, &left_out, packed.data());
+#endif
+  io::checked_hdf5(status, "H5Dread_chunk");
   return packed;
 }
 

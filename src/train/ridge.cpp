@@ -95,8 +95,8 @@ class RidgeBlocks {
   std::int64_t m_inputs;
   Hidden m_hidden;
   Matrix m_scores;
-  Hidden::HostMirror m_host_hidden;
-  Matrix::HostMirror m_host_scores;
+  base::HostMirror<Hidden> m_host_hidden;
+  base::HostMirror<Matrix> m_host_scores;
   mutable std::vector<float> m_wide;
 };
 

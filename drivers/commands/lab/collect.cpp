@@ -1,6 +1,7 @@
 #include "commands/lab/collect.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <filesystem>

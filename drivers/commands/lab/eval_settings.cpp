@@ -1,6 +1,7 @@
 #include "commands/lab/eval_settings.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>

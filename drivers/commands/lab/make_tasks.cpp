@@ -1,6 +1,7 @@
 #include "commands/lab/make_tasks.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,7 @@
 #include "commands/support/documents.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <vector>

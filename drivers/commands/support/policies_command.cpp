@@ -1,6 +1,7 @@
 #include "commands/support/policies_command.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "base/team.hpp"
@@ -31,7 +32,7 @@ enum class Arrangement { right, left, strided };
 template <class T>
 struct Array {
   Kokkos::View<T*, MemorySpace> storage;
-  typename Kokkos::View<T*, MemorySpace>::HostMirror host;
+  base::HostMirror<Kokkos::View<T*, MemorySpace>> host;
   std::size_t extents[3];
   std::size_t strides[3];
   std::size_t offset = 0;

@@ -1,6 +1,7 @@
 #include "unit/driver/command_lines.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "commands/support/check_options.hpp"
 #include "commands/support/model_loading.hpp"

@@ -1,5 +1,6 @@
 // Wrong command lines of every command: one line, exit status 2, and what to type instead.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

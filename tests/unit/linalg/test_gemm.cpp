@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
 #include "base/simd.hpp"
 #include "linalg/gemm.hpp"
@@ -34,7 +35,7 @@ using Storage = Kokkos::View<Value**, Kokkos::LayoutRight, MemorySpace>;
 template <class Value>
 struct Part {
   Storage<Value> whole;
-  typename Storage<Value>::HostMirror host;
+  base::HostMirror<Storage<Value>> host;
   Storage<Value> view;
   int left;
 

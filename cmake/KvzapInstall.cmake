@@ -1,5 +1,5 @@
 # The files that `cmake --install` installs, and their folders. Components: runtime, development,
-# documentation, and python in builds with KVZAP_ENABLE_PYTHON.
+# doc, and python in builds with KVZAP_ENABLE_PYTHON.
 include(CMakePackageConfigHelpers)
 include(KvzapPkgConfig)
 
@@ -67,8 +67,8 @@ function(kvzap_install_pages destination name pages others)
     -P \"${CMAKE_CURRENT_SOURCE_DIR}/cmake/KvzapPages.cmake\" RESULT_VARIABLE failed)
   if(failed)
     message(FATAL_ERROR \"kvzap: the pages of the documentation cannot be copied to ${folder}\")
-  endif()" COMPONENT documentation)
-  install(DIRECTORY ${folder}/ DESTINATION ${destination} COMPONENT documentation)
+  endif()" COMPONENT doc)
+  install(DIRECTORY ${folder}/ DESTINATION ${destination} COMPONENT doc)
 endfunction()
 file(RELATIVE_PATH kvzap_to_data ${CMAKE_INSTALL_FULL_DOCDIR} ${CMAKE_INSTALL_FULL_DATADIR}/kvzap)
 file(RELATIVE_PATH kvzap_to_pages ${CMAKE_INSTALL_FULL_DATADIR}/kvzap ${CMAKE_INSTALL_FULL_DOCDIR})
@@ -101,7 +101,7 @@ if(KVZAP_ENABLE_DRIVERS)
   if(TARGET kvzap_documents)
     # Missing if the program does not run on this machine.
     install(FILES ${kvzap_documents}/kvzap.1 ${kvzap_documents}/kvzap-plot.1 OPTIONAL
-      DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT documentation)
+      DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT doc)
     install(FILES ${kvzap_documents}/kvzap.bash RENAME kvzap OPTIONAL
       DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions COMPONENT runtime)
     install(FILES ${kvzap_documents}/kvzap-plot.bash RENAME kvzap-plot OPTIONAL

@@ -72,7 +72,8 @@ class RequestParser final : private boost::beast::http::basic_parser<true> {
   void on_request_impl(Verb, View method, View target, int version, Code&) override;
   void on_response_impl(int, View, int, Code&) override {}
   void on_field_impl(Field field, View name, View value, Code&) override;
-  // New in Boost between 1.83 and 1.92, where it overrides: before, on_field_impl gets trailers, too.
+  // New in Boost between 1.83 and 1.92, where it overrides: before, on_field_impl gets trailers,
+  // too.
   void on_trailer_field_impl(Field, View, View, Code&) {}
   void on_header_impl(Code&) override;
   void on_body_init_impl(const boost::optional<std::uint64_t>&, Code&) override {}

@@ -70,7 +70,7 @@ class Tests(Stage):
         failed = sorted(test for test, result in ended.items() if result == "FAILED")
         if failed or code != 0:
             return "failed", ", ".join(failed) or f"status {code}"
-        return "passed", f"{len(ended)} tests"
+        return ("passed", f"{len(ended)} tests") if ended else ("failed", "no test has such a name")
 
     def once(self, run, ended, seconds):
         """(output, exit status or None if the time was up). The filter is in a file: it may be long."""

@@ -14,7 +14,7 @@ import torch
 
 def wait():
     """Until the default device has done its work."""
-    if torch.get_default_device().type == "cuda":
+    if torch.empty(0).is_cuda:
         torch.cuda.synchronize()
 
 

@@ -12,8 +12,10 @@
 #if KVZAP_NEON && defined(__linux__)
 #include <sys/auxv.h>
 #endif
-#if KVZAP_X86_TILES
+#if KVZAP_X86
 #include <cpuid.h>
+#endif
+#if KVZAP_X86_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif

@@ -40,7 +40,8 @@ SimdLevel simd_level_of_processor();
 bool processor_has(SimdLevel level);
 
 /// Returns whether the processor's own prefetcher loads rows that are read once in memory order at
-/// the memory's full rate: that of AMD's Zen 3 and 4. This is not a question of instruction sets.
+/// the memory's full rate: that of AMD's Zen 4 and older. This is not a question of instruction
+/// sets.
 bool prefetches_in_order();
 
 /// The instruction set of the host's inner loops, and whether kernels run in their form for

@@ -414,6 +414,7 @@ bool has_half_tiles() {
 // a core of an AMD EPYC (Zen 5) they take 0.77, 0.84, 0.89 and 0.97 of oneDNN's time for 32, 48, 64
 // and 128 rows.
 std::int64_t few_rows_limit(const LinearWeights& weights) {
+  constexpr std::int64_t most_separate_rows = 16;  // in groups that share no slices
   const bool packed = weights.is_packed();
   if (packed && weights.dtype() == DType::bf16 && base::machine().has(base::SimdLevel::amx_bf16) &&
       onednn::has_fast_products(DType::bf16, true)) {
@@ -422,7 +423,8 @@ std::int64_t few_rows_limit(const LinearWeights& weights) {
   const base::Machine& machine = base::machine();
   if (packed) {
     const bool shares = machine.has(base::SimdLevel::avx512);
-    return shares && !machine.has(base::SimdLevel::amx_bf16) ? packed_product_rows : 16;
+    return shares && !machine.has(base::SimdLevel::amx_bf16) ? packed_product_rows
+                                                             : most_separate_rows;
   }
   return machine.simd() == base::SimdLevel::avx2 ? 3 * skinny_product_rows : skinny_product_rows;
 }

@@ -87,12 +87,15 @@ void unpack_row(const LinearWeights& weights, std::int64_t row, float* target) {
   const std::int64_t inputs = weights.inputs();
   const std::int64_t begin =
       row / block * block * LinearWeights::padded_inputs(weights.dtype(), inputs);
-  const std::int64_t together = weights.dtype() == DType::bf16 ? 2 : 1;
   with_value_type(weights.dtype(), [&](auto zero) {
-    const auto* const own = weights.values<decltype(zero)>() + begin + row % block * together;
-    for (std::int64_t k = 0; k < inputs; ++k) {
-      target[k] = static_cast<float>(own[k / together * block * together + k % together]);
+    using Value = decltype(zero);
+    constexpr std::int64_t together = std::is_same_v<Value, bfloat16> ? 2 : 1;  // inputs
+    const Value* own = weights.values<Value>() + begin + row % block * together;
+    std::int64_t k = 0;
+    for (; k + together <= inputs; k += together, own += block * together) {
+      for (std::int64_t i = 0; i < together; ++i) target[k + i] = static_cast<float>(own[i]);
     }
+    if (k < inputs) target[k] = static_cast<float>(*own);
   });
 }
 

@@ -106,7 +106,7 @@ void attend_blocks(const Blocks& blocks, const RowRun<typename Kernels::Value>& 
                    const RowRun<typename Kernels::Value>& next) {
   using Value = typename Kernels::Value;
   const int dim = blocks.dim, padded = blocks.padded;
-  // On AMD's Zen 3 and 4 the prefetcher loads rows that are read once in memory order at the
+  // On AMD's Zen 4 and older the prefetcher loads rows that are read once in memory order at the
   // memory's full rate; prefetch instructions do not reach that rate. They help in three cases. The
   // next page lies elsewhere; or several queries read the keys and values of a block, which lie
   // apart (longer pages); or computing takes longer than reading. Other processors always need

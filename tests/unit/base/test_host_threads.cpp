@@ -186,8 +186,9 @@ void expect_no_difference() {
         EXPECT_EQ(found.first, expected.first) << count << " threads";
       }
       // A library may cut its products otherwise for more threads. Where it takes rounded inputs,
-      // another order of a sum can round an input of the next product to its neighbour.
-      constexpr float tolerance = sizeof(Value) == sizeof(float) ? 1e-5F : 1e-2F;
+      // another order of a sum can round an input of the next product to its neighbour: of bf16 at
+      // KVZAP_SIMD=baseline beside oneDNN, 0.0023 of the largest logit.
+      constexpr float tolerance = sizeof(Value) == sizeof(float) ? 1e-5F : 4e-3F;
       const auto found = run_on<Value>(2, config, prefill, true);
       EXPECT_EQ(found.second, expected.second);
       ASSERT_EQ(found.first.size(), expected.first.size());

@@ -175,7 +175,7 @@ elseif(STEP MATCHES "^(core|development)$")
   run_example(${folder}/ragged_attention)
   run_example(${folder}/your_views)
   run(${CMAKE_COMMAND} -S ${SOURCE}/tests/install/components -B ${folder}-components -G ${GENERATOR} ${MACHINE}
-      "-DCMAKE_PREFIX_PATH=${prefix}\;${paths}" "-DPREFIX=${prefix}")
+      "-DCMAKE_PREFIX_PATH=${prefix}\;${paths}" "-DINSTALLED=${prefix}")
   # Mangled names of JSON and of the room files, which belong to the component model.
   file(GLOB libraries ${prefix}/${LIBDIR}/libkvzap_core.*)
   if(NOT libraries)

@@ -67,7 +67,10 @@ class PromptLogprobs(SharedServerTest):
         two = self.ask([text, ids[:20]], n=2, max_tokens=2)
         for choice in range(4):
             self.check_lists(lists_of(two, choice), (len(ids) if choice < 2 else 20) + 2)
-        self.assertEqual(lists_of(two, 1)["token_logprobs"][:-2], lists_of(alone)["token_logprobs"])
+        # Another number of tokens in a step: another kernel, and another order of sums.
+        both = zip(lists_of(two, 1)["token_logprobs"][1:-2], lists_of(alone)["token_logprobs"][1:], strict=True)
+        for one, other in both:
+            self.assertAlmostEqual(one, other, places=4)
         self.assertEqual(text_of(self.server.post(PLAIN, {"prompt": text, "max_tokens": 0})), "")
         one = self.ask(ids[:1], max_tokens=0)
         self.assertEqual(lists_of(one)["token_logprobs"], [None])

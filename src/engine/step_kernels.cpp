@@ -627,16 +627,17 @@ void argmax_on_host(const linalg::ConstMatrix& y, std::int64_t first_token,
   const std::int64_t count = y.extent(1);
   base::host_for("kvzap::step::argmax", y.extent(0), count, [=](std::int64_t row) {
     const float* const logits = &y(row, 0);
-    float most = 0;
-    std::int64_t in = -1;  // the part of the first logit of that size
+    float most = -std::numeric_limits<float>::infinity();
+    std::int64_t in = 0;  // the part of the first logit of that size
     bool finite = true;
     for (std::int64_t i = 0; i < count && finite; i += part) {
       const std::int64_t n = std::min(part, count - i);
       finite = attention::all_finite(logits + i, n);
       const float largest = linalg::max_of(logits + i, n);
-      if (in >= 0 && !(largest > most)) continue;
-      most = largest;
-      in = i;
+      if (largest > most) {
+        most = largest;
+        in = i;
+      }
     }
     if (finite) {
       const float* const largest =

@@ -3,6 +3,7 @@
 #include <kvzap/core/attention.hpp>
 
 #include "attention/call.hpp"
+#include "attention/cuda/tensor_cores.hpp"
 #include "attention/device/panels.hpp"
 #include "attention/device/split_kv.hpp"
 #include "attention/host/host_attention.hpp"
@@ -202,6 +203,9 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
   for (const AttentionSpan& span : spans) {
     if (span.queries == 0 || (which.split && span.queries == 1)) continue;
     if (which.panels) {
+      const bool by_tensor_cores =
+          options.path != AttentionPath::panels && attention::tensor_cores::exist();
+      if (by_tensor_cores && attention::tensor_cores::attend_span(exec, span, call)) continue;
       m_kernels->panels(exec, span, call);
     } else {
       attention::attend_portable(exec, span, call);

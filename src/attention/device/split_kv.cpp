@@ -1,5 +1,6 @@
 #include "attention/device/split_kv.hpp"
 
+#include "attention/cuda/tensor_cores.hpp"
 #include "attention/device/split_parts.hpp"
 #include "base/scratch.hpp"
 
@@ -141,18 +142,18 @@ struct MergeParts {
   }
 };
 
-Strides strides_of(const ConstArrayView& array) {
-  return {array.strides[0], array.strides[1], array.strides[2]};
-}
-
 void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t quantised_parts,
                  const CachedLayer& cached, const AttentionCall& call) {
   const Strides strides = strides_of(call.queries);
-  if (quantised_parts > 0) {
+  const bool by_tensor_cores = call.path != AttentionPath::split_kv && tensor_cores::exist();
+  if (quantised_parts > 0 &&
+      !(by_tensor_cores &&
+        tensor_cores::attend_quantised_parts(exec, spans, quantised_parts, cached, call))) {
     attend_quantised_parts(exec, spans, quantised_parts,
                            {cached.format, cached.addresses.data(), cached.page_rows},
                            call.queries.data(), strides, call.soft_cap);
   }
+  if (by_tensor_cores && tensor_cores::attend_wide_parts(exec, spans, cached, call)) return;
   with_value_type(call.dtype(), [&](auto zero) {
     using Value = decltype(zero);
     const WideRows<Value> rows{cached.addresses.data(),

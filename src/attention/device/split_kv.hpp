@@ -12,8 +12,8 @@ namespace kvzap::attention {
 /// values. A kernel of its own does this for quantised rows, which remain rotated. The last kernel
 /// merges the parts of each query head exactly.
 ///
-/// A part has 128 rows. In heads of more than 65,536 rows it has the smallest multiple of 128 with
-/// which 512 parts suffice. Only the head's own length decides, so the result of a span does not
+/// A part has 128 rows. In heads of more than 16,384 rows it has the smallest multiple of 128 with
+/// which 128 parts suffice. Only the head's own length decides, so the result of a span does not
 /// depend on other spans. Queries, exponentials and sums are float. Runs on any backend, and waits
 /// only when the memory for parts has to grow.
 class SplitKV {
@@ -25,7 +25,7 @@ class SplitKV {
                   const AttentionCall& call);
 
   /// reserve() allocates scratch space of scratch_bytes(), whatever the lengths of heads: about 64
-  /// MiB, or the need of one span if that is more. One span needs at most 2 KiB x query heads x
+  /// MiB, or the need of one span if that is more. One span needs at most 512 bytes x query heads x
   /// (head_dim + 2).
   void reserve(const AttentionExtents& extents);
   static std::size_t scratch_bytes(const AttentionExtents& extents);

@@ -16,7 +16,7 @@ namespace kvzap::attention {
 // results are much smaller than the rows.
 inline constexpr int split_block_rows = 128;
 // Parts of a head: enough for a few heads to fill a device. Bounds the memory for parts.
-inline constexpr int most_parts = 512;
+inline constexpr int most_parts = 128;
 // The most spans that a kernel's arguments describe. More spans are described by a table in device
 // memory.
 inline constexpr int spans_in_arguments = 4;
@@ -89,6 +89,26 @@ struct SplitSpans {
   }
 };
 
+/// The rows of a part, given its number among the parts of its kind of all spans and heads. There
+/// are none (begin >= end) where a head is shorter than its bound.
+struct PartOfHead {
+  int head, part;
+  std::int64_t first_row;   // of this kind: wide rows follow quantised ones
+  std::int64_t begin, end;  // counted from first_row
+
+  KOKKOS_INLINE_FUNCTION PartOfHead(const SplitSpan& span, int rank, bool quantised) {
+    const int parts = quantised ? span.quantised_parts : span.wide_parts;
+    const int of_span = rank - (quantised ? span.first_quantised : span.first_wide);
+    head = of_span / parts;
+    part = of_span % parts;
+    first_row = quantised ? 0 : span.quantised_rows(head);
+    const std::int64_t rows = quantised ? span.quantised_rows(head) : span.wide_rows(head);
+    const std::int64_t own = rows_of_part(rows);
+    begin = part * own;
+    end = begin + own < rows ? begin + own : rows;
+  }
+};
+
 /// Team memory of AttendParts.
 template <class Rows>
 struct PartScratch {
@@ -145,23 +165,15 @@ struct AttendParts {
   KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     const int rank = team.league_rank();
     const SplitSpan& span = spans[spans.template span_of<Rows::quantised>(rank)];
-    const int parts = Rows::quantised ? span.quantised_parts : span.wide_parts;
-    const int of_span = rank - (Rows::quantised ? span.first_quantised : span.first_wide);
-    const int head = of_span / parts;
-    const int part = of_span % parts;
-    // Wide rows follow quantised ones.
-    const std::int64_t first_row = Rows::quantised ? 0 : span.quantised_rows(head);
-    const std::int64_t count_of_kind =
-        Rows::quantised ? span.quantised_rows(head) : span.wide_rows(head);
-    const std::int64_t own_rows = rows_of_part(count_of_kind);
-    const std::int64_t begin = part * own_rows;
-    if (begin >= count_of_kind) return;
-    const std::int64_t end = begin + own_rows < count_of_kind ? begin + own_rows : count_of_kind;
+    const PartOfHead own_part(span, rank, Rows::quantised);
+    const int head = own_part.head;
+    const std::int64_t begin = own_part.begin, end = own_part.end;
+    if (begin >= end) return;
     const Scratch scratch(
         static_cast<char*>(team.team_scratch(0).get_shmem_aligned(scratch_bytes, 16)), G, padded);
     const int group = spans.group;
     const int dim = spans.dim;
-    float* const partial = spans.partial(span, head, part, Rows::quantised);
+    float* const partial = spans.partial(span, head, own_part.part, Rows::quantised);
     const int threads = team.team_size();
     for (int first = 0; first < group; first += G) {
       const int own = group - first < G ? group - first : G;
@@ -175,7 +187,7 @@ struct AttendParts {
         Kokkos::parallel_reduce(
             Kokkos::TeamVectorRange(team, count),
             [&](int r, int& sum) {
-              const bool is_whole = rows.find(span, head, dim, first_row + row + r, scratch.keys[r],
+              const bool is_whole = rows.find(span, head, dim, own_part.first_row + row + r, scratch.keys[r],
                                               scratch.values[r], scratch.notes[r]);
               if (!is_whole) ++sum;
             },

@@ -1,6 +1,7 @@
 // How the kernels of split_kv find and read the rows of a head, wide ones and quantised ones.
 #pragma once
 
+#include <kvzap/core/array_view.hpp>
 #include <kvzap/core/ragged_layer.hpp>
 
 #include "attention/device/byte_permute.hpp"
@@ -46,6 +47,10 @@ struct PagedRow {
 struct Strides {
   std::int64_t row, head, dim;
 };
+
+inline Strides strides_of(const ConstArrayView& array) {
+  return {array.strides[0], array.strides[1], array.strides[2]};
+}
 
 /// Rows of type Value: of pages, a ring, and new rows.
 template <class Value>

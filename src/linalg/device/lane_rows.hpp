@@ -1,5 +1,6 @@
 // Rotates, packs and unpacks rows on a device: each thread of a team has a row in team memory, and
-// its vector lanes share the dimensions. All lanes of a thread call these functions.
+// its vector lanes share the dimensions. All lanes of a thread call these functions. Loops: LaneLoops,
+// or another type with its each().
 #pragma once
 
 #include "base/team.hpp"
@@ -40,7 +41,8 @@ struct LaneLoops {
 };
 
 /// Walsh-Hadamard transforms of the blocks of a row, without their factor.
-KOKKOS_INLINE_FUNCTION void transform_row(const LaneLoops& loops, float* row, const RowTurn& turn) {
+template <class Loops>
+KOKKOS_INLINE_FUNCTION void transform_row(const Loops& loops, float* row, const RowTurn& turn) {
   for (int bit = 0; 1 << bit < turn.block; ++bit) {
     const int half = 1 << bit;
     loops.each(turn.dim / 2, [&](int i) {
@@ -53,7 +55,8 @@ KOKKOS_INLINE_FUNCTION void transform_row(const LaneLoops& loops, float* row, co
 }
 
 /// Mixes the blocks of a row: subtracts from each twice their mean.
-KOKKOS_INLINE_FUNCTION void reflect_row(const LaneLoops& loops, float* row, const RowTurn& turn) {
+template <class Loops>
+KOKKOS_INLINE_FUNCTION void reflect_row(const Loops& loops, float* row, const RowTurn& turn) {
   const int blocks = turn.blocks();
   if (blocks == 1) return;
   loops.each(turn.block, [&](int i) {
@@ -65,7 +68,8 @@ KOKKOS_INLINE_FUNCTION void reflect_row(const LaneLoops& loops, float* row, cons
 }
 
 /// Rotates a row (dim) in place, as linalg::rotate_row does.
-KOKKOS_INLINE_FUNCTION void rotate_row(const LaneLoops& loops, float* row, int dim) {
+template <class Loops>
+KOKKOS_INLINE_FUNCTION void rotate_row(const Loops& loops, float* row, int dim) {
   const RowTurn turn = RowTurn::of(dim);
   const float root = turn.root();
   loops.each(dim, [&](int d) { row[d] *= RowTurn::sign(d) * root; });
@@ -74,7 +78,8 @@ KOKKOS_INLINE_FUNCTION void rotate_row(const LaneLoops& loops, float* row, int d
 }
 
 /// Rotates a row back in place, as linalg::rotate_row_back does.
-KOKKOS_INLINE_FUNCTION void rotate_row_back(const LaneLoops& loops, float* row, int dim) {
+template <class Loops>
+KOKKOS_INLINE_FUNCTION void rotate_row_back(const Loops& loops, float* row, int dim) {
   const RowTurn turn = RowTurn::of(dim);
   reflect_row(loops, row, turn);
   transform_row(loops, row, turn);

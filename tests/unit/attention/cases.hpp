@@ -109,8 +109,10 @@ inline SimdLevel or_emulated(SimdLevel level) {
 }
 
 /// All that the processor has and rows of this type tell apart. AMX is emulated where it has none.
+/// Kernels in their form for devices have one level.
 template <class Value>
 std::vector<SimdLevel> simd_levels() {
+  if (kvzap::base::machine().on_device()) return {kvzap::base::machine().simd()};
   std::vector<SimdLevel> levels;
   for (SimdLevel level :
        {or_emulated(SimdLevel::amx_fp16), or_emulated(SimdLevel::amx_bf16), SimdLevel::avx512_bf16,

@@ -164,7 +164,7 @@ TEST(BlockEncoders, ConvertPlainTypes) {
   const std::vector<float> values = {1.0f, -2.5f, 0.1f, 65504.0f, 1e-7f, 0.0f};
   EXPECT_EQ(rounded(format_of("F32"), values), values);
   for (std::size_t i = 0; i < values.size(); ++i) {
-    EXPECT_EQ(rounded(format_of("F16"), values)[i], static_cast<float>(half(values[i])));
+    EXPECT_EQ(rounded(format_of("F16"), values)[i], static_cast<float>(kvzap::half(values[i])));
     EXPECT_EQ(rounded(format_of("BF16"), values)[i], static_cast<float>(bfloat16(values[i])));
   }
 }

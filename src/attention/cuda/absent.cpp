@@ -1,0 +1,19 @@
+// Replaces the kernels of this folder in builds without CUDA.
+#include "attention/cuda/tensor_cores.hpp"
+
+namespace kvzap::attention::tensor_cores {
+
+bool exist() { return false; }
+bool attend_wide_parts(const ExecutionSpace&, const SplitSpans&, const CachedLayer&,
+                       const AttentionCall&) {
+  return false;
+}
+bool attend_quantised_parts(const ExecutionSpace&, const SplitSpans&, std::int64_t,
+                            const CachedLayer&, const AttentionCall&) {
+  return false;
+}
+bool attend_span(const ExecutionSpace&, const AttentionSpan&, const AttentionCall&) {
+  return false;
+}
+
+}  // namespace kvzap::attention::tensor_cores

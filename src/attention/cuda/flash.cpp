@@ -1,0 +1,93 @@
+#include "attention/cuda/flash_kernel.hpp"
+#include "attention/cuda/launch.hpp"
+#include "attention/cuda/tensor_cores.hpp"
+
+namespace kvzap::attention::tensor_cores {
+namespace {
+
+cuda::FlashSpan span_of(const AttentionSpan& span, const AttentionCall& call) {
+  const CachedLayer& cached = span.cached;
+  cuda::FlashSpan found{};
+  found.rows.table = cached.page_table.data();
+  found.rows.retained = cached.retained.data();
+  found.rows.ring = cached.ring.data();
+  found.rows.first_new = static_cast<std::int32_t>(span.first_new);
+  found.rows.table_stride = static_cast<std::int32_t>(cached.page_table.stride(0));
+  found.rows.ring_rows = static_cast<std::int32_t>(cached.ring_rows());
+  found.rows.new_rows = static_cast<std::int32_t>(span.new_rows);
+  found.queries = call.queries.data();
+  found.query_strides = strides_of(call.queries);
+  found.output = call.output.data();
+  found.output_strides = strides_of(call.output);
+  if (call.wants_lse()) {
+    found.lse = call.lse.data();
+    found.lse_row_stride = static_cast<std::int64_t>(call.lse.stride(0));
+    found.lse_head_stride = static_cast<std::int64_t>(call.lse.stride(1));
+  }
+  found.first_query = static_cast<std::int32_t>(span.first_query);
+  found.count = static_cast<std::int32_t>(span.queries * call.group);
+  found.first_seen = static_cast<std::int32_t>(span.seen_new_rows(0));
+  found.more_seen = span.new_rows > 0 ? 1 : 0;
+  found.window = static_cast<std::int32_t>(span.window);
+  found.group = call.group;
+  found.soft_cap = call.soft_cap;
+  return found;
+}
+
+template <class Value, int D>
+void launch_tiles(const ExecutionSpace& exec, const AttentionSpan& span,
+                  const AttentionCall& call) {
+  using Tiles = cuda::FlashTiles<Value, D>;
+  static std::atomic<bool> is_prepared{false};
+  const WideRows<Value> rows{span.cached.addresses.data(),
+                             call.new_keys.values<Value>(),
+                             call.new_values.values<Value>(),
+                             strides_of(call.new_keys),
+                             span.cached.window,
+                             span.cached.page_rows,
+                             span.cached.format.vectors()};
+  const std::int64_t tiles = (span.queries * call.group + Tiles::query_rows - 1) / Tiles::query_rows;
+  cuda::launch(exec, is_prepared, cuda::attend_tiles<Value, D>, tiles, call.kv_heads,
+               32 * Tiles::warps, Tiles::bytes, span_of(span, call), rows);
+}
+
+template <class Value>
+bool attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
+                  const AttentionCall& call) {
+  switch (call.dim) {
+    case 64:
+      launch_tiles<Value, 64>(exec, span, call);
+      return true;
+    case 80:
+      launch_tiles<Value, 80>(exec, span, call);
+      return true;
+    case 96:
+      launch_tiles<Value, 96>(exec, span, call);
+      return true;
+    case 128:
+      launch_tiles<Value, 128>(exec, span, call);
+      return true;
+    case 256:
+      launch_tiles<Value, 256>(exec, span, call);
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call) {
+  if (span.cached.format.quantised()) return false;
+  switch (call.dtype()) {
+    case DType::f16:
+      return attend_typed<half>(exec, span, call);
+    case DType::bf16:
+      return attend_typed<bfloat16>(exec, span, call);
+    case DType::f32:
+      break;
+  }
+  return false;
+}
+
+}  // namespace kvzap::attention::tensor_cores

@@ -1,0 +1,296 @@
+// Sixteen rows of a head at a time in shared memory, as decode attention on tensor cores reads
+// them.
+#pragma once
+
+#include "attention/cuda/mma.hpp"
+#include "attention/device/split_rows.hpp"
+#include "attention/softmax.hpp"
+
+namespace kvzap::attention::cuda {
+
+inline constexpr int tile_rows = 16;
+inline constexpr int pieces = 16;  // bytes of one copy to shared memory
+
+/// Bytes between rows of `bytes` bytes in shared memory: an odd number of pieces, so that eight
+/// rows begin in different banks.
+KOKKOS_INLINE_FUNCTION constexpr int pitch_of(int bytes) {
+  return (bytes / pieces + 1 - bytes / pieces % 2) * pieces;
+}
+
+/// The scores of 16 rows: of lane l for query l / 4 in the first two of four elements, and for the
+/// rests of the query in the last two; rows 2 (l % 4) and the next, and those 8 further.
+using Scores = float[2][4];
+/// Weights in the layout of Scores, as a multiplicand.
+using Weights = std::uint32_t[4];
+
+/// Tiles of rows of type Value, which is half or bfloat16.
+template <class Value, int D>
+struct WideTiles {
+  using Product = Value;
+  static constexpr int dim = D;
+  static constexpr bool quantised = false;
+  static constexpr int row_bytes = 2 * D;
+  static constexpr int pitch = pitch_of(row_bytes);
+  static constexpr int bytes = 2 * tile_rows * pitch;  // of a tile in shared memory
+
+  WideRows<Value> rows;
+
+  /// The place of a lane's row, in device memory.
+  struct Row {
+    const Value* key;
+    const Value* value;
+    std::int64_t stride;
+    bool exists, is_whole;
+  };
+
+  KVZAP_CUDA Row find(const SplitSpan& span, int head, std::int64_t row, bool exists) const {
+    // An address that may be read, for rows that do not exist.
+    const auto* const any = reinterpret_cast<const Value*>(rows.addresses);
+    Row found{any, any, 1, exists, true};
+    if (exists) found.is_whole = rows.find(span, head, D, row, found.key, found.value, found.stride);
+    return found;
+  }
+
+  KVZAP_CUDA void copy(const Row& row, unsigned char* tile, int lane) const {
+    constexpr int in_row = row_bytes / pieces;
+    if (all_of_warp(row.is_whole)) {
+      const std::uint32_t target = shared_address(tile);
+KVZAP_UNROLL
+      for (int first = 0; first < tile_rows * in_row; first += 32) {
+        const int i = first + lane, r = i / in_row, piece = i % in_row;
+        const Value* const key = of_lane(row.key, r % tile_rows);
+        const Value* const value = of_lane(row.value, r % tile_rows);
+        const bool exists = of_lane(row.exists, r % tile_rows);
+        if (tile_rows * in_row % 32 != 0 && r >= tile_rows) continue;
+        const std::uint32_t at = target + r * pitch + piece * pieces;
+        copy16(at, exists ? key + piece * 8 : key, exists);
+        copy16(at + tile_rows * pitch, exists ? value + piece * 8 : value, exists);
+      }
+    } else {
+      for (int r = 0; r < tile_rows; ++r) {
+        const Value* const key = of_lane(row.key, r);
+        const Value* const value = of_lane(row.value, r);
+        const auto stride = static_cast<std::int64_t>(
+            of_lane(static_cast<long long>(row.stride), r));
+        const bool exists = of_lane(row.exists, r);
+        auto* const keys = reinterpret_cast<std::uint16_t*>(tile + r * pitch);
+        auto* const values = reinterpret_cast<std::uint16_t*>(tile + (tile_rows + r) * pitch);
+        for (int d = lane; d < D; d += 32) {
+          keys[d] = exists ? key[d * stride].bits : 0;
+          values[d] = exists ? value[d * stride].bits : 0;
+        }
+      }
+    }
+  }
+
+  /// The dimension that element `e` of pair `pair` of a lane's part of a query has, in step `step`
+  /// of 16 dimensions.
+  KVZAP_CUDA static int query_dim(int step, int pair, int e, int lane) {
+    return 16 * step + 8 * pair + 2 * (lane % 4) + e;
+  }
+  KVZAP_CUDA static void add_scores(const unsigned char* tile, int lane,
+                                    const std::uint32_t (&query)[D / 16][4], Scores& scores) {
+    const std::uint32_t at =
+        shared_address(tile) + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * pieces;
+KVZAP_UNROLL
+    for (int step = 0; step < D / 16; ++step) {
+      std::uint32_t keys[4];
+      load_matrices<false>(keys, at + step * 32);
+      multiply<Value>(scores[0], query[step], keys[0], keys[1]);
+      multiply<Value>(scores[1], query[step], keys[2], keys[3]);
+    }
+  }
+  KVZAP_CUDA static float key_factor(const unsigned char* /*tile*/, int /*row*/) { return 1; }
+  KVZAP_CUDA static float value_factor(const unsigned char* /*tile*/, int /*row*/) { return 1; }
+  KVZAP_CUDA static float log_value_factor(const unsigned char* /*tile*/, int /*row*/) { return 0; }
+  KVZAP_CUDA static void add_values(const unsigned char* tile, int lane, const Weights& weights,
+                                    float (&sums)[D / 8][4]) {
+    const std::uint32_t at = shared_address(tile) + (tile_rows + lane / 8 % 2 * 8 + lane % 8) * pitch +
+                             lane / 16 * pieces;
+KVZAP_UNROLL
+    for (int step = 0; step < D / 16; ++step) {
+      std::uint32_t values[4];
+      load_matrices<true>(values, at + step * 32);
+      multiply<Value>(sums[2 * step], weights, values[0], values[1]);
+      multiply<Value>(sums[2 * step + 1], weights, values[2], values[3]);
+    }
+  }
+  /// The dimension of element `e` of a lane's sums `n`.
+  KVZAP_CUDA static int value_dim(int n, int e, int lane) { return 8 * n + 2 * (lane % 4) + e; }
+};
+
+/// The levels of four codes of 8 bits as pairs of half.
+struct Levels8 {
+  std::uint32_t pair[2];
+  KVZAP_CUDA explicit Levels8(std::uint32_t codes) {
+    // 0x6400 + code is 1024 + code in half, and 0x6480 is 1152.
+    pair[0] = difference_of_pairs(permuted(codes, 0x64646464u, 0x4140), 0x64806480u);
+    pair[1] = difference_of_pairs(permuted(codes, 0x64646464u, 0x4342), 0x64806480u);
+  }
+};
+
+/// The levels of eight codes of 4 bits as pairs of half: of the lower codes of bytes 0 and 1, 2 and
+/// 3, and of the upper codes of these.
+struct Levels4 {
+  std::uint32_t pair[4];
+  KVZAP_CUDA explicit Levels4(std::uint32_t codes) {
+    // The levels below 0 are those above, in reverse.
+    const std::uint32_t negative = ~codes & 0x88888888u;
+    const std::uint32_t magnitudes = (codes ^ (negative - (negative >> 3))) & 0x77777777u;
+    // The lower and the upper bytes of 6, 18, 31, 44, 58, 75, 96 and 127 in half.
+    const std::uint32_t low0 = permuted(0x80c08000u, 0xf000b040u, magnitudes);
+    const std::uint32_t low1 = permuted(0x80c08000u, 0xf000b040u, magnitudes >> 16);
+    const std::uint32_t high0 = permuted(0x514f4c46u, 0x57565453u, magnitudes);
+    const std::uint32_t high1 = permuted(0x514f4c46u, 0x57565453u, magnitudes >> 16);
+    // Codes 0 … 3 are those of bytes 0 and 1: lower, upper, lower, upper.
+    const std::uint32_t code02 = permuted(low0, high0, 0x6240);
+    const std::uint32_t code13 = permuted(low0, high0, 0x7351);
+    const std::uint32_t code46 = permuted(low1, high1, 0x6240);
+    const std::uint32_t code57 = permuted(low1, high1, 0x7351);
+    // Moves the signs of two codes to the upper bits of a pair. (The product's other terms stay
+    // below them.)
+    pair[0] = code02 ^ (((negative & 0x0808u) * 0x101000u) & 0x80008000u);
+    pair[2] = code13 ^ (((negative & 0x8080u) * 0x10100u) & 0x80008000u);
+    const std::uint32_t later = negative >> 16;
+    pair[1] = code46 ^ (((later & 0x0808u) * 0x101000u) & 0x80008000u);
+    pair[3] = code57 ^ (((later & 0x8080u) * 0x10100u) & 0x80008000u);
+  }
+};
+
+/// Tiles of quantised rows. Levels and weights are multiplied as half, which holds all levels.
+template <RowType keys, RowType values, int D>
+struct QuantisedTiles {
+  using Product = half;
+  static constexpr int dim = D;
+  static constexpr bool quantised = true;
+  static constexpr int key_bytes = keys == RowType::q4 ? D / 2 : D;
+  static constexpr int value_bytes = values == RowType::q4 ? D / 2 : D;
+  static constexpr int key_pitch = pitch_of(key_bytes), value_pitch = pitch_of(value_bytes);
+  static constexpr int values_at = tile_rows * key_pitch;
+  static constexpr int factors_at = values_at + tile_rows * value_pitch;
+  static constexpr int bytes = factors_at + 3 * 4 * tile_rows;
+
+  QuantisedCodes<keys, values> rows;
+
+  struct Row {
+    const std::uint8_t* key;
+    const std::uint8_t* value;
+    RowScales scales;
+    bool exists;
+  };
+
+  KVZAP_CUDA Row find(const SplitSpan& span, int head, std::int64_t row, bool exists) const {
+    const auto* const any = reinterpret_cast<const std::uint8_t*>(rows.addresses);
+    Row found{any, any, {0, 0}, exists};
+    if (exists) rows.find(span, head, D, row, found.key, found.value, found.scales);
+    return found;
+  }
+  template <int row_bytes, int pitch>
+  KVZAP_CUDA static void copy_codes(const std::uint8_t* codes, bool is_there, std::uint32_t target,
+                                    int lane) {
+    constexpr int in_row = row_bytes / pieces;
+KVZAP_UNROLL
+    for (int first = 0; first < tile_rows * in_row; first += 32) {
+      const int i = first + lane, r = i / in_row, piece = i % in_row;
+      const std::uint8_t* const source = of_lane(codes, r % tile_rows);
+      const bool exists = of_lane(is_there, r % tile_rows);
+      if (tile_rows * in_row % 32 != 0 && r >= tile_rows) continue;
+      copy16(target + r * pitch + piece * pieces, exists ? source + piece * pieces : source, exists);
+    }
+  }
+  KVZAP_CUDA void copy(const Row& row, unsigned char* tile, int lane) const {
+    const std::uint32_t target = shared_address(tile);
+    copy_codes<key_bytes, key_pitch>(row.key, row.exists, target, lane);
+    copy_codes<value_bytes, value_pitch>(row.value, row.exists, target + values_at, lane);
+    if (lane < tile_rows) {
+      auto* const factors = reinterpret_cast<float*>(tile + factors_at);
+      factors[lane] = row.scales.key;
+      factors[tile_rows + lane] = row.scales.value;
+      // Rows of tiny values have no larger weights than this, so that weights stay finite.
+      factors[2 * tile_rows + lane] = fmaxf(base::math::log(row.scales.value), -30.0f);
+    }
+  }
+
+  /// A word of codes has 4 dimensions, or 4 of the lower half and 4 of the upper half.
+  KVZAP_CUDA static int query_dim(int step, int pair, int e, int lane) {
+    return 16 * step + 4 * (lane % 4) + 2 * pair + e;
+  }
+  KVZAP_CUDA static void add_scores(const unsigned char* tile, int lane,
+                                    const std::uint32_t (&query)[D / 16][4], Scores& scores) {
+    const unsigned char* const row = tile + lane / 4 * key_pitch + 4 * (lane % 4);
+KVZAP_UNROLL
+    for (int n = 0; n < 2; ++n) {
+KVZAP_UNROLL
+      for (int word = 0; word < key_bytes / 16; ++word) {
+        const std::uint32_t codes =
+            *reinterpret_cast<const std::uint32_t*>(row + n * 8 * key_pitch + word * 16);
+        if constexpr (keys == RowType::q8) {
+          const Levels8 levels(codes);
+          multiply<half>(scores[n], query[word], levels.pair[0], levels.pair[1]);
+        } else {
+          const Levels4 levels(codes);
+          multiply<half>(scores[n], query[word], levels.pair[0], levels.pair[1]);
+          multiply<half>(scores[n], query[word + D / 32], levels.pair[2], levels.pair[3]);
+        }
+      }
+    }
+  }
+  KVZAP_CUDA static float factor(const unsigned char* tile, int kind, int row) {
+    return reinterpret_cast<const float*>(tile + factors_at)[kind * tile_rows + row];
+  }
+  KVZAP_CUDA static float key_factor(const unsigned char* tile, int row) {
+    return factor(tile, 0, row);
+  }
+  KVZAP_CUDA static float value_factor(const unsigned char* tile, int row) {
+    return factor(tile, 1, row);
+  }
+  KVZAP_CUDA static float log_value_factor(const unsigned char* tile, int row) {
+    return factor(tile, 2, row);
+  }
+
+  /// A lane's columns of eight sums (q4: sixteen): four dimensions of a word of each of its rows.
+  KVZAP_CUDA static void add_values(const unsigned char* tile, int lane, const Weights& weights,
+                                    float (&sums)[D / 8][4]) {
+    const unsigned char* const row = tile + values_at + 2 * (lane % 4) * value_pitch + lane / 4 * 4;
+KVZAP_UNROLL
+    for (int word = 0; word < value_bytes / 32; ++word) {
+      std::uint32_t codes[4];
+KVZAP_UNROLL
+      for (int r = 0; r < 4; ++r) {
+        codes[r] = *reinterpret_cast<const std::uint32_t*>(
+            row + (r / 2 * 8 + r % 2) * value_pitch + word * 32);
+      }
+      // Pairs of rows, of dimensions 0 and 1, then of 2 and 3.
+      const std::uint32_t first[2] = {permuted(codes[0], codes[1], 0x5140),
+                                      permuted(codes[2], codes[3], 0x5140)};
+      const std::uint32_t second[2] = {permuted(codes[0], codes[1], 0x7362),
+                                       permuted(codes[2], codes[3], 0x7362)};
+      if constexpr (values == RowType::q8) {
+        const Levels8 a(first[0]), b(first[1]), c(second[0]), d(second[1]);
+KVZAP_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          multiply<half>(sums[4 * word + i], weights, a.pair[i], b.pair[i]);
+          multiply<half>(sums[4 * word + 2 + i], weights, c.pair[i], d.pair[i]);
+        }
+      } else {
+        const Levels4 a(first[0]), b(first[1]), c(second[0]), d(second[1]);
+KVZAP_UNROLL
+        for (int upper = 0; upper < 2; ++upper) {
+          const int n = upper * (D / 16) + 4 * word;
+KVZAP_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            multiply<half>(sums[n + i], weights, a.pair[2 * upper + i], b.pair[2 * upper + i]);
+            multiply<half>(sums[n + 2 + i], weights, c.pair[2 * upper + i], d.pair[2 * upper + i]);
+          }
+        }
+      }
+    }
+  }
+  KVZAP_CUDA static int value_dim(int n, int e, int lane) {
+    const int half_dims = values == RowType::q4 ? D / 2 : D;
+    const int within = n % (half_dims / 8);  // sums of this half
+    return n / (half_dims / 8) * half_dims + within / 4 * 32 + 4 * (2 * (lane % 4) + e) + within % 4;
+  }
+};
+
+}  // namespace kvzap::attention::cuda

@@ -12,7 +12,7 @@
 
 namespace kvzap::attention {
 
-// Most query tokens of a tile: a decoder runs no more through a layer at once.
+// Most query tokens of a tile.
 inline constexpr std::int64_t tile_tokens = 512;
 // Rows of a panel. Fewer query rows allow more rows, as long as a panel's scores (4 bytes) and
 // weights (2) fit a large second-level cache.

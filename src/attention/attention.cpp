@@ -8,6 +8,7 @@
 #include "attention/device/split_kv.hpp"
 #include "attention/host/host_attention.hpp"
 #include "attention/portable.hpp"
+#include "base/cuda/has_tensor_cores.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
 
@@ -204,7 +205,7 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
     if (span.queries == 0 || (which.split && span.queries == 1)) continue;
     if (which.panels) {
       const bool by_tensor_cores =
-          options.path != AttentionPath::panels && attention::tensor_cores::exist();
+          options.path != AttentionPath::panels && base::cuda::has_tensor_cores();
       if (by_tensor_cores && attention::tensor_cores::attend_span(exec, span, call)) continue;
       m_kernels->panels(exec, span, call);
     } else {

@@ -1,9 +1,11 @@
 // Linear maps of quantised weights.
 #include <algorithm>
 
+#include "base/cuda/has_tensor_cores.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
+#include "linalg/cuda/quantised_products.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
 #include "linalg/product_kinds.hpp"
@@ -26,6 +28,26 @@ ConstMatrix spread_inputs(const ConstMatrix& x, const quantised::Matrix& weights
   const Matrix spread(scratch.data(), rows, padded);
   base::host_for("kvzap::linear::spread", rows, padded,
                  [&](std::int64_t m) { quantised::spread_row(&x(m, 0), weights, &spread(m, 0)); });
+  return spread;
+}
+
+/// The same by kernels of a device.
+ConstMatrix spread_on_device(const ExecutionSpace& exec, const ConstMatrix& x,
+                             const quantised::Matrix& weights, Vector& scratch) {
+  if (weights.is_in_order()) return x;
+  const std::int64_t padded = weights.padded_inputs();
+  const auto rows = static_cast<std::int64_t>(x.extent(0));
+  const auto columns = static_cast<std::int64_t>(x.extent(1));
+  base::reserve_scratch(scratch, rows * padded, "kvzap::linear::spread");
+  const Matrix spread(scratch.data(), rows, padded);
+  const quantised::Places places = weights.places();
+  Kokkos::deep_copy(exec, spread, 0.0f);
+  Kokkos::parallel_for(
+      "kvzap::linear::spread",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, rows * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        spread(i / columns, places(i % columns)) = x(i / columns, i % columns);
+      });
   return spread;
 }
 
@@ -107,6 +129,11 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
             Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
   };
   if (!base::runs_on_host || keeps_type()) {
+    if (rows <= tensor_cores::most_rows && base::cuda::has_tensor_cores() &&
+        tensor_cores::multiply_quantised(exec, spread_on_device(exec, x, matrix, m_spread), matrix,
+                                         bias, y)) {
+      return;
+    }
     // For a few rows of x, unpacking would cost more than the product.
     constexpr std::int64_t few_rows = 4;
     if (rows <= few_rows) return quantised::multiply_portably(exec, x, matrix, bias, y);

@@ -3,7 +3,6 @@
 
 namespace kvzap::attention::tensor_cores {
 
-bool exist() { return false; }
 bool attend_wide_parts(const ExecutionSpace&, const SplitSpans&, const CachedLayer&,
                        const AttentionCall&) {
   return false;

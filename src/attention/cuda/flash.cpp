@@ -1,6 +1,6 @@
 #include "attention/cuda/flash_kernel.hpp"
-#include "attention/cuda/launch.hpp"
 #include "attention/cuda/tensor_cores.hpp"
+#include "base/cuda/launch.hpp"
 
 namespace kvzap::attention::tensor_cores {
 namespace {
@@ -46,9 +46,11 @@ void launch_tiles(const ExecutionSpace& exec, const AttentionSpan& span,
                              span.cached.window,
                              span.cached.page_rows,
                              span.cached.format.vectors()};
-  const std::int64_t tiles = (span.queries * call.group + Tiles::query_rows - 1) / Tiles::query_rows;
-  cuda::launch(exec, is_prepared, cuda::attend_tiles<Value, D>, tiles, call.kv_heads,
-               32 * Tiles::warps, Tiles::bytes, span_of(span, call), rows);
+  const std::int64_t tiles =
+      (span.queries * call.group + Tiles::query_rows - 1) / Tiles::query_rows;
+  base::cuda::launch(exec, is_prepared, cuda::attend_tiles<Value, D>,
+                     {tiles, call.kv_heads, 32 * Tiles::warps, Tiles::bytes}, span_of(span, call),
+                     rows);
 }
 
 template <class Value>

@@ -66,7 +66,7 @@ KVZAP_CUDA void copy_rows(const Value* const* rows, const std::int64_t* strides,
   const int thread = thread_of_block();
   if (is_whole) {
     const std::uint32_t address = shared_address(target);
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int first = 0; first < Tiles::key_rows * in_row; first += threads) {
       const int i = first + thread, r = i / in_row, piece = i % in_row;
       if (Tiles::key_rows * in_row % threads != 0 && r >= Tiles::key_rows) break;
@@ -89,7 +89,7 @@ KVZAP_CUDA void load_query_rows(const FlashSpan& span, int head, int first_row,
   using Tiles = FlashTiles<Value, D>;
   const int warp = warp_of_block(), lane = lane_of_warp();
   auto* const unscale = reinterpret_cast<float*>(memory + Tiles::unscale_at);
-KVZAP_UNROLL
+  KVZAP_UNROLL
   for (int r = warp * Tiles::warp_rows; r < (warp + 1) * Tiles::warp_rows; ++r) {
     const int row = first_row + r;
     const bool exists = row < span.count;
@@ -98,7 +98,7 @@ KVZAP_UNROLL
         std::int64_t{head * span.group + row % span.group} * span.query_strides.head;
     float x[(D + 31) / 32];
     float largest = 0;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int i = 0; i < (D + 31) / 32; ++i) {
       const int d = i * 32 + lane;
       x[i] = exists && d < D ? query[d * span.query_strides.dim] : 0.0f;
@@ -115,7 +115,7 @@ KVZAP_UNROLL
     }
     if (lane == 0) unscale[r] = back;
     auto* const target = reinterpret_cast<std::uint16_t*>(memory + r * Tiles::pitch);
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int i = 0; i < (D + 31) / 32; ++i) {
       const int d = i * 32 + lane;
       if (D % 32 == 0 || d < D) target[d] = Value(x[i] * scale).bits;
@@ -155,14 +155,13 @@ struct FlashSums {
   float weight[tiles][2] = {};
 
   KVZAP_CUDA FlashSums() {
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int m = 0; m < tiles; ++m) maximum[m][0] = maximum[m][1] = minus_infinity;
   }
 
   /// A lane's query row i of tile m, counted in its block.
   KVZAP_CUDA static int row_of(int m, int i) {
-    return warp_of_block() * Tiles::warp_rows + m * 16 + i * 8 +
-           lane_of_warp() / 4;
+    return warp_of_block() * Tiles::warp_rows + m * 16 + i * 8 + lane_of_warp() / 4;
   }
 
   /// scores = query rows x keys of a tile
@@ -172,20 +171,20 @@ KVZAP_UNROLL
     const std::uint32_t base = shared_address(memory);
     const std::uint32_t query_at =
         base + (warp * Tiles::warp_rows + lane % 16) * Tiles::pitch + lane / 16 * pieces;
-    const std::uint32_t key_at = base + Tiles::keys_at +
-                                 (lane / 16 * 8 + lane % 8) * Tiles::pitch + lane / 8 % 2 * pieces;
-KVZAP_UNROLL
+    const std::uint32_t key_at =
+        base + Tiles::keys_at + (lane / 16 * 8 + lane % 8) * Tiles::pitch + lane / 8 % 2 * pieces;
+    KVZAP_UNROLL
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t query[tiles][4];
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int m = 0; m < tiles; ++m) {
         load_matrices<false>(query[m], query_at + m * 16 * Tiles::pitch + step * 32);
       }
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int n = 0; n < Tiles::key_rows / 16; ++n) {
         std::uint32_t keys[4];
         load_matrices<false>(keys, key_at + n * 16 * Tiles::pitch + step * 32);
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int m = 0; m < tiles; ++m) {
           multiply<Value>(scores[m][2 * n], query[m], keys[0], keys[1]);
           multiply<Value>(scores[m][2 * n + 1], query[m], keys[2], keys[3]);
@@ -200,9 +199,9 @@ KVZAP_UNROLL
                         const SeenBy* seen, float soft_cap, const unsigned char* memory) {
     const int lane = lane_of_warp();
     constexpr float log2_e = 1.44269504f;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int m = 0; m < tiles; ++m) {
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int i = 0; i < 2; ++i) {
         float to_power = log2_e / sqrtf(static_cast<float>(D));
         if constexpr (std::is_same_v<Value, half>) {
@@ -210,9 +209,9 @@ KVZAP_UNROLL
         }
         if (soft_cap > 0) {
           const float factor = to_power / log2_e;
-KVZAP_UNROLL
+          KVZAP_UNROLL
           for (int n = 0; n < Tiles::key_rows / 8; ++n) {
-KVZAP_UNROLL
+            KVZAP_UNROLL
             for (int e = 0; e < 2; ++e) {
               float& s = scores[m][n][2 * i + e];
               s = base::soft_capped(s * factor, soft_cap);
@@ -224,9 +223,9 @@ KVZAP_UNROLL
           const RowBounds bounds = seen->bounds(row_of(m, i));
           const std::int32_t begin = bounds.begin - first - 2 * (lane % 4);
           const std::int32_t end = bounds.end - first - 2 * (lane % 4);
-KVZAP_UNROLL
+          KVZAP_UNROLL
           for (int n = 0; n < Tiles::key_rows / 8; ++n) {
-KVZAP_UNROLL
+            KVZAP_UNROLL
             for (int e = 0; e < 2; ++e) {
               if (8 * n + e < begin || 8 * n + e >= end) {
                 scores[m][n][2 * i + e] = minus_infinity;
@@ -235,7 +234,7 @@ KVZAP_UNROLL
           }
         }
         float largest = minus_infinity;
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int n = 0; n < Tiles::key_rows / 8; ++n) {
           largest = fmaxf(largest, fmaxf(scores[m][n][2 * i], scores[m][n][2 * i + 1]));
         }
@@ -244,9 +243,9 @@ KVZAP_UNROLL
         const float rescale = exp2_approximate(maximum[m][i] - shift);
         maximum[m][i] = largest;
         float sum = 0;
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int n = 0; n < Tiles::key_rows / 8; ++n) {
-KVZAP_UNROLL
+          KVZAP_UNROLL
           for (int e = 0; e < 2; ++e) {
             float& s = scores[m][n][2 * i + e];
             s = exp2_approximate(s * to_power - shift);
@@ -254,7 +253,7 @@ KVZAP_UNROLL
           }
         }
         weight[m][i] = weight[m][i] * rescale + sum;
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int n = 0; n < D / 8; ++n) {
           values[m][n][2 * i] *= rescale;
           values[m][n][2 * i + 1] *= rescale;
@@ -267,25 +266,25 @@ KVZAP_UNROLL
   KVZAP_CUDA void multiply_values(const unsigned char* memory,
                                   const float (&weights)[tiles][Tiles::key_rows / 8][4]) {
     const int lane = lane_of_warp();
-    const std::uint32_t value_at = shared_address(memory) + Tiles::values_at +
-                                   lane % 16 * Tiles::pitch + lane / 16 * pieces;
-KVZAP_UNROLL
+    const std::uint32_t value_at =
+        shared_address(memory) + Tiles::values_at + lane % 16 * Tiles::pitch + lane / 16 * pieces;
+    KVZAP_UNROLL
     for (int k = 0; k < Tiles::key_rows / 16; ++k) {
       std::uint32_t rounded[tiles][4];
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int m = 0; m < tiles; ++m) {
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int j = 0; j < 2; ++j) {
           const float(&pair)[4] = weights[m][2 * k + j];
           rounded[m][2 * j] = rounded_pair<Value>(pair[0], pair[1]);
           rounded[m][2 * j + 1] = rounded_pair<Value>(pair[2], pair[3]);
         }
       }
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int n = 0; n < D / 16; ++n) {
         std::uint32_t tile[4];
         load_matrices<true>(tile, value_at + k * 16 * Tiles::pitch + n * 32);
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int m = 0; m < tiles; ++m) {
           multiply<Value>(values[m][2 * n], rounded[m], tile[0], tile[1]);
           multiply<Value>(values[m][2 * n + 1], rounded[m], tile[2], tile[3]);
@@ -300,26 +299,25 @@ KVZAP_UNROLL
                           std::int32_t first, const SeenBy& seen, const Value* row,
                           std::int64_t stride) {
     const int lane = lane_of_warp();
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int m = 0; m < tiles; ++m) {
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int i = 0; i < 2; ++i) {
         std::uint32_t bits = 0;  // of the lane's weight for the row, picked without an address
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int n = 0; n < Tiles::key_rows / 8; ++n) {
-KVZAP_UNROLL
+          KVZAP_UNROLL
           for (int e = 0; e < 2; ++e) {
             const std::uint32_t is_own = n == own / 8 && e == own % 2 ? ~0u : 0u;
             bits |= base::float_bits(weights[m][n][2 * i + e]) & is_own;
           }
         }
-        const float weight_of_row =
-            base::bits_float(of_lane(bits, lane / 4 * 4 + own % 8 / 2));
+        const float weight_of_row = base::bits_float(of_lane(bits, lane / 4 * 4 + own % 8 / 2));
         const RowBounds bounds = seen.bounds(row_of(m, i));
         if (first + own < bounds.begin || first + own >= bounds.end) continue;
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int n = 0; n < D / 8; ++n) {
-KVZAP_UNROLL
+          KVZAP_UNROLL
           for (int e = 0; e < 2; ++e) {
             const int d = 8 * n + 2 * (lane % 4) + e;
             values[m][n][2 * i + e] += weight_of_row * static_cast<float>(row[d * stride]);
@@ -332,9 +330,9 @@ KVZAP_UNROLL
   KVZAP_CUDA void store(const FlashSpan& span, int head, int first_row) const {
     const int lane = lane_of_warp();
     constexpr float ln_2 = 0.693147181f;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int m = 0; m < tiles; ++m) {
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int i = 0; i < 2; ++i) {
         const float sum = sum_of_four(weight[m][i]);
         const int row = first_row + row_of(m, i);
@@ -342,11 +340,11 @@ KVZAP_UNROLL
         const float inverse = inverse_of(sum);
         const std::int64_t token = span.first_query + row / span.group;
         const std::int64_t query_head = std::int64_t{head * span.group + row % span.group};
-        float* const target = span.output + token * span.output_strides.row +
-                              query_head * span.output_strides.head;
-KVZAP_UNROLL
+        float* const target =
+            span.output + token * span.output_strides.row + query_head * span.output_strides.head;
+        KVZAP_UNROLL
         for (int n = 0; n < D / 8; ++n) {
-KVZAP_UNROLL
+          KVZAP_UNROLL
           for (int e = 0; e < 2; ++e) {
             const int d = 8 * n + 2 * (lane % 4) + e;
             target[d * span.output_strides.dim] = values[m][n][2 * i + e] * inverse;

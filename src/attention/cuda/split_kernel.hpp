@@ -1,4 +1,4 @@
-// Decode attention on tensor cores: a block of four warps attends one part of a head. 
+// Decode attention on tensor cores: a block of four warps attends one part of a head.
 #pragma once
 
 #include "attention/cuda/split_tiles.hpp"
@@ -30,8 +30,7 @@ struct SplitMemory {
   static constexpr int tiles = warps * stages * Tiles::bytes;
   static constexpr int results = warps * heads_at_once * (Tiles::dim + 2) * 4;
   static constexpr int queries_at = tiles > results ? tiles : results;
-  static constexpr int bytes =
-      queries_at + (Tiles::quantised ? heads_at_once * Tiles::dim * 4 : 0);
+  static constexpr int bytes = queries_at + (Tiles::quantised ? heads_at_once * Tiles::dim * 4 : 0);
 };
 
 /// Loops by the lanes of a warp.
@@ -73,9 +72,9 @@ struct QueryParts {
       scale = linalg::power_of_two(shift);
       unscale = linalg::power_of_two(-shift);
     }
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int step = 0; step < Tiles::dim / 16; ++step) {
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int pair = 0; pair < 2; ++pair) {
         float x[2] = {0, 0};
         for (int e = 0; row && e < 2; ++e) {
@@ -102,7 +101,7 @@ struct WarpSums {
     Tiles::add_scores(tile, lane, query.of_step, scores);
     float score[4];
     float largest = minus_infinity;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int row = i / 2 * 8 + 2 * (lane % 4) + i % 2;
       const float of_upper = scores[i / 2][i % 2];
@@ -119,16 +118,16 @@ KVZAP_UNROLL
       const float factor = base::math::exp(maximum - shift);
       maximum = largest;
       weight *= factor;
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int n = 0; n < Tiles::dim / 8; ++n) {
         for (float& value : values[n]) value *= factor;
       }
     }
     Weights weights;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int n = 0; n < 2; ++n) {
       float own[2];
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int e = 0; e < 2; ++e) {
         own[e] = base::math::exp(score[2 * n + e] - shift);
         weight += own[e];
@@ -148,13 +147,13 @@ KVZAP_CUDA void store_part(const WarpSums<Tiles>& found, unsigned char* memory, 
                            int first_head, float* partial) {
   constexpr int dim = Tiles::dim;
   const int warp = warp_of_block(), lane = lane_of_warp();
-  auto* const sums = reinterpret_cast<float*>(memory);          // (warp, head, dim)
-  float* const maxima = sums + warps * heads_at_once * dim;     // (warp, head)
-  float* const weights = maxima + warps * heads_at_once;        // (warp, head)
+  auto* const sums = reinterpret_cast<float*>(memory);       // (warp, head, dim)
+  float* const maxima = sums + warps * heads_at_once * dim;  // (warp, head)
+  float* const weights = maxima + warps * heads_at_once;     // (warp, head)
   const float weight = sum_of_four(found.weight);
   wait_for_block();  // all tiles are read
   const int g = lane / 4;
-KVZAP_UNROLL
+  KVZAP_UNROLL
   for (int n = 0; n < dim / 8; ++n) {
     for (int e = 0; e < 2; ++e) {
       sums[(warp * heads_at_once + g) * dim + Tiles::value_dim(n, e, lane)] =
@@ -222,8 +221,8 @@ attend_parts(KVZAP_CUDA_ARGUMENT SplitSpans spans, KVZAP_CUDA_ARGUMENT Tiles til
     query_row = rotated;
     strides = {0, Tiles::dim, 1};
   }
-  const QueryParts<Tiles> query(
-      lane / 4 < own ? query_row + lane / 4 * strides.head : nullptr, strides.dim, lane);
+  const QueryParts<Tiles> query(lane / 4 < own ? query_row + lane / 4 * strides.head : nullptr,
+                                strides.dim, lane);
   const float scale = 1.0f / sqrtf(static_cast<float>(Tiles::dim));
   WarpSums<Tiles> found;
   for (int i = 0; i < own_tiles; ++i) {

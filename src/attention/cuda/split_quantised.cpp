@@ -40,9 +40,8 @@ bool attend_typed(const ExecutionSpace& exec, const SplitSpans& spans, std::int6
 
 }  // namespace
 
-bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans,
-                            std::int64_t parts, const CachedLayer& cached,
-                            const AttentionCall& call) {
+bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
+                            const CachedLayer& cached, const AttentionCall& call) {
   constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
   if (cached.format.keys == q8 && cached.format.values == q8) {
     return attend_typed<q8, q8>(exec, spans, parts, cached, call);

@@ -2,11 +2,13 @@
 // them.
 #pragma once
 
-#include "attention/cuda/mma.hpp"
 #include "attention/device/split_rows.hpp"
 #include "attention/softmax.hpp"
+#include "base/cuda/tiles.hpp"
 
 namespace kvzap::attention::cuda {
+
+using namespace base::cuda;  // NOLINT(google-build-using-namespace): all of these kernels' words
 
 inline constexpr int tile_rows = 16;
 inline constexpr int pieces = 16;  // bytes of one copy to shared memory
@@ -47,7 +49,8 @@ struct WideTiles {
     // An address that may be read, for rows that do not exist.
     const auto* const any = reinterpret_cast<const Value*>(rows.addresses);
     Row found{any, any, 1, exists, true};
-    if (exists) found.is_whole = rows.find(span, head, D, row, found.key, found.value, found.stride);
+    if (exists)
+      found.is_whole = rows.find(span, head, D, row, found.key, found.value, found.stride);
     return found;
   }
 
@@ -55,7 +58,7 @@ struct WideTiles {
     constexpr int in_row = row_bytes / pieces;
     if (all_of_warp(row.is_whole)) {
       const std::uint32_t target = shared_address(tile);
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int first = 0; first < tile_rows * in_row; first += 32) {
         const int i = first + lane, r = i / in_row, piece = i % in_row;
         const Value* const key = of_lane(row.key, r % tile_rows);
@@ -70,8 +73,8 @@ KVZAP_UNROLL
       for (int r = 0; r < tile_rows; ++r) {
         const Value* const key = of_lane(row.key, r);
         const Value* const value = of_lane(row.value, r);
-        const auto stride = static_cast<std::int64_t>(
-            of_lane(static_cast<long long>(row.stride), r));
+        const auto stride =
+            static_cast<std::int64_t>(of_lane(static_cast<long long>(row.stride), r));
         const bool exists = of_lane(row.exists, r);
         auto* const keys = reinterpret_cast<std::uint16_t*>(tile + r * pitch);
         auto* const values = reinterpret_cast<std::uint16_t*>(tile + (tile_rows + r) * pitch);
@@ -92,7 +95,7 @@ KVZAP_UNROLL
                                     const std::uint32_t (&query)[D / 16][4], Scores& scores) {
     const std::uint32_t at =
         shared_address(tile) + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * pieces;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t keys[4];
       load_matrices<false>(keys, at + step * 32);
@@ -105,9 +108,9 @@ KVZAP_UNROLL
   KVZAP_CUDA static float log_value_factor(const unsigned char* /*tile*/, int /*row*/) { return 0; }
   KVZAP_CUDA static void add_values(const unsigned char* tile, int lane, const Weights& weights,
                                     float (&sums)[D / 8][4]) {
-    const std::uint32_t at = shared_address(tile) + (tile_rows + lane / 8 % 2 * 8 + lane % 8) * pitch +
-                             lane / 16 * pieces;
-KVZAP_UNROLL
+    const std::uint32_t at = shared_address(tile) +
+                             (tile_rows + lane / 8 % 2 * 8 + lane % 8) * pitch + lane / 16 * pieces;
+    KVZAP_UNROLL
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t values[4];
       load_matrices<true>(values, at + step * 32);
@@ -124,8 +127,8 @@ struct Levels8 {
   std::uint32_t pair[2];
   KVZAP_CUDA explicit Levels8(std::uint32_t codes) {
     // 0x6400 + code is 1024 + code in half, and 0x6480 is 1152.
-    pair[0] = difference_of_pairs(permuted(codes, 0x64646464u, 0x4140), 0x64806480u);
-    pair[1] = difference_of_pairs(permuted(codes, 0x64646464u, 0x4342), 0x64806480u);
+    pair[0] = difference_of_pairs<half>(permuted(codes, 0x64646464u, 0x4140), 0x64806480u);
+    pair[1] = difference_of_pairs<half>(permuted(codes, 0x64646464u, 0x4342), 0x64806480u);
   }
 };
 
@@ -189,13 +192,14 @@ struct QuantisedTiles {
   KVZAP_CUDA static void copy_codes(const std::uint8_t* codes, bool is_there, std::uint32_t target,
                                     int lane) {
     constexpr int in_row = row_bytes / pieces;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int first = 0; first < tile_rows * in_row; first += 32) {
       const int i = first + lane, r = i / in_row, piece = i % in_row;
       const std::uint8_t* const source = of_lane(codes, r % tile_rows);
       const bool exists = of_lane(is_there, r % tile_rows);
       if (tile_rows * in_row % 32 != 0 && r >= tile_rows) continue;
-      copy16(target + r * pitch + piece * pieces, exists ? source + piece * pieces : source, exists);
+      copy16(target + r * pitch + piece * pieces, exists ? source + piece * pieces : source,
+             exists);
     }
   }
   KVZAP_CUDA void copy(const Row& row, unsigned char* tile, int lane) const {
@@ -218,9 +222,9 @@ KVZAP_UNROLL
   KVZAP_CUDA static void add_scores(const unsigned char* tile, int lane,
                                     const std::uint32_t (&query)[D / 16][4], Scores& scores) {
     const unsigned char* const row = tile + lane / 4 * key_pitch + 4 * (lane % 4);
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int n = 0; n < 2; ++n) {
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int word = 0; word < key_bytes / 16; ++word) {
         const std::uint32_t codes =
             *reinterpret_cast<const std::uint32_t*>(row + n * 8 * key_pitch + word * 16);
@@ -252,13 +256,13 @@ KVZAP_UNROLL
   KVZAP_CUDA static void add_values(const unsigned char* tile, int lane, const Weights& weights,
                                     float (&sums)[D / 8][4]) {
     const unsigned char* const row = tile + values_at + 2 * (lane % 4) * value_pitch + lane / 4 * 4;
-KVZAP_UNROLL
+    KVZAP_UNROLL
     for (int word = 0; word < value_bytes / 32; ++word) {
       std::uint32_t codes[4];
-KVZAP_UNROLL
+      KVZAP_UNROLL
       for (int r = 0; r < 4; ++r) {
-        codes[r] = *reinterpret_cast<const std::uint32_t*>(
-            row + (r / 2 * 8 + r % 2) * value_pitch + word * 32);
+        codes[r] = *reinterpret_cast<const std::uint32_t*>(row + (r / 2 * 8 + r % 2) * value_pitch +
+                                                           word * 32);
       }
       // Pairs of rows, of dimensions 0 and 1, then of 2 and 3.
       const std::uint32_t first[2] = {permuted(codes[0], codes[1], 0x5140),
@@ -267,17 +271,17 @@ KVZAP_UNROLL
                                        permuted(codes[2], codes[3], 0x7362)};
       if constexpr (values == RowType::q8) {
         const Levels8 a(first[0]), b(first[1]), c(second[0]), d(second[1]);
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int i = 0; i < 2; ++i) {
           multiply<half>(sums[4 * word + i], weights, a.pair[i], b.pair[i]);
           multiply<half>(sums[4 * word + 2 + i], weights, c.pair[i], d.pair[i]);
         }
       } else {
         const Levels4 a(first[0]), b(first[1]), c(second[0]), d(second[1]);
-KVZAP_UNROLL
+        KVZAP_UNROLL
         for (int upper = 0; upper < 2; ++upper) {
           const int n = upper * (D / 16) + 4 * word;
-KVZAP_UNROLL
+          KVZAP_UNROLL
           for (int i = 0; i < 2; ++i) {
             multiply<half>(sums[n + i], weights, a.pair[2 * upper + i], b.pair[2 * upper + i]);
             multiply<half>(sums[n + 2 + i], weights, c.pair[2 * upper + i], d.pair[2 * upper + i]);
@@ -289,7 +293,8 @@ KVZAP_UNROLL
   KVZAP_CUDA static int value_dim(int n, int e, int lane) {
     const int half_dims = values == RowType::q4 ? D / 2 : D;
     const int within = n % (half_dims / 8);  // sums of this half
-    return n / (half_dims / 8) * half_dims + within / 4 * 32 + 4 * (2 * (lane % 4) + e) + within % 4;
+    return n / (half_dims / 8) * half_dims + within / 4 * 32 + 4 * (2 * (lane % 4) + e) +
+           within % 4;
   }
 };
 

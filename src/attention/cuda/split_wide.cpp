@@ -10,13 +10,9 @@ void launch_parts(const ExecutionSpace& exec, const SplitSpans& spans, const Cac
                   const AttentionCall& call) {
   using Tiles = cuda::WideTiles<Value, D>;
   static std::atomic<bool> is_prepared{false};
-  const Tiles tiles{{cached.addresses.data(),
-                     call.new_keys.values<Value>(),
-                     call.new_values.values<Value>(),
-                     strides_of(call.new_keys),
-                     cached.window,
-                     cached.page_rows,
-                     cached.format.vectors()}};
+  const Tiles tiles{{cached.addresses.data(), call.new_keys.values<Value>(),
+                     call.new_values.values<Value>(), strides_of(call.new_keys), cached.window,
+                     cached.page_rows, cached.format.vectors()}};
   cuda::launch_split(exec, is_prepared, spans, spans.wide_parts, tiles, call);
 }
 
@@ -45,21 +41,6 @@ bool attend_typed(const ExecutionSpace& exec, const SplitSpans& spans, const Cac
 }
 
 }  // namespace
-
-bool exist() {
-#if defined(__CUDACC__)
-  static const bool do_exist = [] {
-    int device = 0, major = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
-               cudaSuccess &&
-           major >= 8;
-  }();
-  return do_exist;
-#else
-  return true;  // emulated
-#endif
-}
 
 bool attend_wide_parts(const ExecutionSpace& exec, const SplitSpans& spans,
                        const CachedLayer& cached, const AttentionCall& call) {

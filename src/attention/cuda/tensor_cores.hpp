@@ -1,5 +1,6 @@
-// Attention by the tensor cores of NVIDIA's GPUs: the kernels of decode and prefill for rows of 16,
-// 8 and 4 bits. Other devices, types and head sizes use the portable kernels of attention/device.
+// Attention by the tensor cores of NVIDIA's GPUs (base::cuda::has_tensor_cores): the kernels of
+// decode and prefill for rows of 16, 8 and 4 bits. Other devices, types and head sizes use the
+// portable kernels of attention/device.
 #pragma once
 
 #include "attention/call.hpp"
@@ -7,17 +8,13 @@
 
 namespace kvzap::attention::tensor_cores {
 
-/// Whether this build and this process' device have the kernels: CUDA, compute capability 8.0.
-bool exist();
-
 /// Attends the parts of wide rows as attend_groups does. Returns false, and does nothing, if there
 /// is no kernel for the type and size of heads: f16 and bf16 of 64, 80, 96, 128 or 256 dimensions.
 bool attend_wide_parts(const ExecutionSpace& exec, const SplitSpans& spans,
                        const CachedLayer& cached, const AttentionCall& call);
 /// Attends the parts of quantised rows. Heads have 64, 128 or 256 dimensions, with 8 bits also 96.
-bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans,
-                            std::int64_t parts, const CachedLayer& cached,
-                            const AttentionCall& call);
+bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
+                            const CachedLayer& cached, const AttentionCall& call);
 
 /// Computes one span of any number of query tokens. Returns false, and does nothing, if its pages
 /// have quantised rows or if there is no kernel for the type and size of heads.

@@ -2,6 +2,7 @@
 
 #include "attention/cuda/tensor_cores.hpp"
 #include "attention/device/split_parts.hpp"
+#include "base/cuda/has_tensor_cores.hpp"
 #include "base/scratch.hpp"
 
 namespace kvzap::attention {
@@ -145,7 +146,8 @@ struct MergeParts {
 void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t quantised_parts,
                  const CachedLayer& cached, const AttentionCall& call) {
   const Strides strides = strides_of(call.queries);
-  const bool by_tensor_cores = call.path != AttentionPath::split_kv && tensor_cores::exist();
+  const bool by_tensor_cores =
+      call.path != AttentionPath::split_kv && base::cuda::has_tensor_cores();
   if (quantised_parts > 0 &&
       !(by_tensor_cores &&
         tensor_cores::attend_quantised_parts(exec, spans, quantised_parts, cached, call))) {

@@ -187,8 +187,8 @@ struct AttendParts {
         Kokkos::parallel_reduce(
             Kokkos::TeamVectorRange(team, count),
             [&](int r, int& sum) {
-              const bool is_whole = rows.find(span, head, dim, own_part.first_row + row + r, scratch.keys[r],
-                                              scratch.values[r], scratch.notes[r]);
+              const bool is_whole = rows.find(span, head, dim, own_part.first_row + row + r,
+                                              scratch.keys[r], scratch.values[r], scratch.notes[r]);
               if (!is_whole) ++sum;
             },
             scattered);

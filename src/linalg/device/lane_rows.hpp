@@ -1,6 +1,6 @@
 // Rotates, packs and unpacks rows on a device: each thread of a team has a row in team memory, and
-// its vector lanes share the dimensions. All lanes of a thread call these functions. Loops: LaneLoops,
-// or another type with its each().
+// its vector lanes share the dimensions. All lanes of a thread call these functions. Loops:
+// LaneLoops, or another type with its each().
 #pragma once
 
 #include "base/team.hpp"

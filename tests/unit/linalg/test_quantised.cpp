@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "base/byte_products.hpp"
+#include "base/cuda/has_tensor_cores.hpp"
 #include "base/machine.hpp"
 #include "gguf/block_formats.hpp"
+#include "linalg/cuda/quantised_products.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/quantised/kernels.hpp"
 #include "linalg/quantised/products.hpp"
@@ -442,6 +444,42 @@ TEST_P(QuantisedFormat, LargestCodesDoNotOverflow) {
   }
 }
 
+/// The kernels for tensor cores lose no more than 2^-17 of x: any number of rows, of outputs and of
+/// groups of inputs, inputs that end within a block.
+TEST_P(QuantisedFormat, TensorCoresAgreeWithDoublePrecision) {
+  if (!base::cuda::has_tensor_cores()) GTEST_SKIP() << "the machine has none";
+  std::mt19937 random(12);
+  const StoredRows stored(GetParam(), 37, 1280, random);
+  for (const std::int64_t inputs : {1280, 500}) {
+    const Weights weights({stored}, {{0, inputs}});
+    const std::int64_t outputs = weights.matrix->outputs();
+    for (const std::int64_t rows : {1, 5, 8, 9, 16}) {
+      SCOPED_TRACE(std::to_string(rows) + " rows of " + std::to_string(inputs));
+      const linalg::Matrix x = random_rows(rows, inputs, random), y("y", rows, outputs);
+      const ExecutionSpace exec;
+      if (!linalg::tensor_cores::multiply_quantised(exec, x, *weights.matrix, linalg::ConstVector(),
+                                                    y)) {
+        ASSERT_TRUE(weights.matrix->has_floats());
+        return;
+      }
+      exec.fence();
+      const auto host_x = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), x);
+      const auto host_y = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), y);
+      for (std::int64_t m = 0; m < rows; ++m) {
+        for (std::int64_t n = 0; n < outputs; ++n) {
+          double sum = 0, size = 0;
+          for (std::int64_t k = 0; k < inputs; ++k) {
+            const double product = double{weights.values[n][k]} * double{host_x(m, k)};
+            sum += product;
+            size += std::fabs(product);
+          }
+          ASSERT_NEAR(host_y(m, n), sum, 2e-5 * size) << m << ' ' << n;
+        }
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, QuantisedFormat, ::testing::ValuesIn(names),
                          [](const auto& test) { return std::string(test.param); });
 
@@ -580,15 +618,16 @@ TEST_F(QuantisedMap, DeviceKernels) {
   const Weights cut(mixed, {{64, 192}, {320, 500}});
   const Weights floats({{"F8_E4M3", 20, 256, random}}, {{32, 256}});
   const Weights shuffled = Weights::shuffled(mixed, some_places(512, 512, random));
+  const bool was_device = base::machine().on_device();
   base::machine().set_device(true);
-  for (const std::int64_t rows : {1, 3, 40}) {
+  for (const std::int64_t rows : {1, 3, 16, 40}) {
     for (const Weights* weights : {&whole, &cut, &floats, &shuffled}) {
       check<float>(*weights, rows, true, random);
       check<bfloat16>(*weights, rows, false, random);
       check<kvzap::half>(*weights, rows, true, random);
     }
   }
-  base::machine().set_device(false);
+  base::machine().set_device(was_device);
 }
 
 TEST_F(QuantisedMap, NoNumberSpreadsToItsRowAlone) {

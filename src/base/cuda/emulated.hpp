@@ -1,8 +1,8 @@
 // instructions.hpp for hosts, so that tests run kernels written for CUDA without a device. Threads
 // of a block are contexts of one thread of the host, which run in an order drawn by a seed from one
-// exchange to the next: a missing barrier shows. Copies to shared memory happen when they are waited
-// for, and not before. (swapcontext would ask the system for the signal mask each time: it only
-// begins a context.)
+// exchange to the next: a missing barrier shows. Copies to shared memory happen when they are
+// waited for, and not before. (swapcontext would ask the system for the signal mask each time: it
+// only begins a context.)
 #pragma once
 
 #include <ucontext.h>
@@ -13,7 +13,6 @@
 #include <cstring>
 #include <kvzap/core/types.hpp>
 #include <memory>
-#include <numeric>
 #include <random>
 #include <type_traits>
 #include <vector>
@@ -23,7 +22,7 @@
 #define KVZAP_CUDA_ARGUMENT const
 #define KVZAP_UNROLL
 
-namespace kvzap::attention::cuda {
+namespace kvzap::base::cuda {
 
 struct FloatPair {
   float lower, upper;
@@ -66,7 +65,6 @@ struct Thread {
 struct Block {
   std::vector<unsigned char> memory;
   std::vector<Thread> threads;
-  std::vector<int> order;  // of the threads that have not ended
   std::vector<Party> warps;
   Party all;
   ucontext_t unused{};
@@ -129,7 +127,7 @@ inline void thread_body() {
   go_on(here.scheduler);
 }
 
-/// Runs all threads of a block to their ends. Between two exchanges each takes its turn.
+/// Runs all threads of a block to their ends. Between two exchanges each of a warp takes its turn.
 inline void run(Block& here, std::mt19937& random) {
   block() = &here;
   for (Thread& thread : here.threads) {
@@ -139,35 +137,46 @@ inline void run(Block& here, std::mt19937& random) {
     thread.beginning.uc_stack.ss_size = thread.stack.size();
     makecontext(&thread.beginning, thread_body, 0);
   }
-  std::iota(here.order.begin(), here.order.end(), 0);
-  while (!here.order.empty()) {
-    std::shuffle(here.order.begin(), here.order.end(), random);
-    for (const int next : here.order) {
-      here.current = next;
-      run_current();
+  // A warp runs ahead of the others for as long as it can or as drawn.
+  std::vector<std::vector<int>> warps(here.warps.size());
+  for (int i = 0; i < static_cast<int>(here.threads.size()); ++i) warps[i / 32].push_back(i);
+  while (!warps.empty()) {
+    const std::size_t chosen = random() % warps.size();
+    std::vector<int>& own = warps[chosen];
+    for (int turns = 1 << random() % 8; turns > 0 && !own.empty(); --turns) {
+      std::shuffle(own.begin(), own.end(), random);
+      const std::uint64_t before = here.warps[own.front() / 32].meetings;
+      for (const int next : own) {
+        here.current = next;
+        run_current();
+      }
+      const auto has_ended = [&](int i) { return here.threads[i].has_ended; };
+      own.erase(std::remove_if(own.begin(), own.end(), has_ended), own.end());
+      if (!own.empty() && here.warps[own.front() / 32].meetings == before) break;
     }
-    here.order.erase(std::remove_if(here.order.begin(), here.order.end(),
-                                    [&](int i) { return here.threads[i].has_ended; }),
-                     here.order.end());
+    if (own.empty()) warps.erase(warps.begin() + static_cast<std::ptrdiff_t>(chosen));
   }
   block() = nullptr;
 }
 
-/// Runs kernel() for each thread of each block. Threads take turns in an order drawn from `seed`.
+struct Shape {
+  int blocks_x, blocks_y, threads, bytes;
+};
+
+/// Runs kernel() for each thread of each block. Threads take turns in a drawn order.
 template <class Kernel>
-void launch(int blocks_x, int blocks_y, int threads, int bytes, unsigned seed, Kernel kernel) {
-  std::mt19937 random(seed);
-  for (int i = 0; i < blocks_x * blocks_y; ++i) {
+void launch(const Shape& shape, Kernel kernel) {
+  std::mt19937 random(1);
+  for (int i = 0; i < shape.blocks_x * shape.blocks_y; ++i) {
     Block here;
-    here.memory.assign(bytes + 16, 0xff);  // NaN: memory that nothing wrote shows
-    here.threads.resize(threads);
-    here.order.resize(threads);
-    here.all.set_size(threads);
-    here.warps.resize(threads / 32);
+    here.memory.assign(shape.bytes + 16, 0xff);  // NaN: memory that nothing wrote shows
+    here.threads.resize(shape.threads);
+    here.all.set_size(shape.threads);
+    here.warps.resize(shape.threads / 32);
     for (Party& warp : here.warps) warp.set_size(32);
-    here.x = i % blocks_x;
-    here.y = i / blocks_x;
-    here.blocks_x = blocks_x;
+    here.x = i % shape.blocks_x;
+    here.y = i / shape.blocks_x;
+    here.blocks_x = shape.blocks_x;
     here.body = [](void* argument) { (*static_cast<Kernel*>(argument))(); };
     here.argument = &kernel;
     run(here, random);
@@ -247,21 +256,20 @@ void wait() {
 template <bool transposed>
 void load_matrices(std::uint32_t (&target)[4], std::uint32_t address) {
   const int lane = lane_of_warp();
-  const auto loaded =
-      emulated::exchange(emulated::warp(), lane, address, [&](const auto& of) {
-        std::array<std::uint32_t, 4> found{};
-        const auto element = [&](int matrix, int row, int column) {
-          std::uint16_t bits;
-          std::memcpy(&bits, block_memory() + of(8 * matrix + row) + 2 * column, sizeof(bits));
-          return std::uint32_t{bits};
-        };
-        const int first = 2 * (lane % 4), own = lane / 4;
-        for (int i = 0; i < 4; ++i) {
-          found[i] = transposed ? element(i, first, own) | element(i, first + 1, own) << 16
-                                : element(i, own, first) | element(i, own, first + 1) << 16;
-        }
-        return found;
-      });
+  const auto loaded = emulated::exchange(emulated::warp(), lane, address, [&](const auto& of) {
+    std::array<std::uint32_t, 4> found{};
+    const auto element = [&](int matrix, int row, int column) {
+      std::uint16_t bits;
+      std::memcpy(&bits, block_memory() + of(8 * matrix + row) + 2 * column, sizeof(bits));
+      return std::uint32_t{bits};
+    };
+    const int first = 2 * (lane % 4), own = lane / 4;
+    for (int i = 0; i < 4; ++i) {
+      found[i] = transposed ? element(i, first, own) | element(i, first + 1, own) << 16
+                            : element(i, own, first) | element(i, own, first + 1) << 16;
+    }
+    return found;
+  });
   for (int i = 0; i < 4; ++i) target[i] = loaded[i];
 }
 
@@ -298,9 +306,10 @@ template <class Value>
 FloatPair floats_of(std::uint32_t pair) {
   return {emulated::value_of<Value>(pair, 0), emulated::value_of<Value>(pair, 1)};
 }
-inline std::uint32_t difference_of_pairs(std::uint32_t a, std::uint32_t b) {
-  const FloatPair left = floats_of<half>(a), right = floats_of<half>(b);
-  return rounded_pair<half>(left.lower - right.lower, left.upper - right.upper);
+template <class Value>
+std::uint32_t difference_of_pairs(std::uint32_t a, std::uint32_t b) {
+  const FloatPair left = floats_of<Value>(a), right = floats_of<Value>(b);
+  return rounded_pair<Value>(left.lower - right.lower, left.upper - right.upper);
 }
 inline std::uint32_t permuted(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
   const std::uint64_t all = std::uint64_t{high} << 32 | low;
@@ -315,4 +324,4 @@ inline std::uint32_t permuted(std::uint32_t low, std::uint32_t high, std::uint32
 }
 inline float exp2_approximate(float x) { return std::exp2(x); }
 
-}  // namespace kvzap::attention::cuda
+}  // namespace kvzap::base::cuda

@@ -15,7 +15,7 @@
 #define KVZAP_CUDA_ARGUMENT const __grid_constant__
 #define KVZAP_UNROLL _Pragma("unroll")
 
-namespace kvzap::attention::cuda {
+namespace kvzap::base::cuda {
 
 inline constexpr unsigned whole_warp = 0xffffffffu;
 
@@ -85,11 +85,11 @@ KVZAP_CUDA void load_matrices(std::uint32_t (&target)[4], std::uint32_t address)
 }
 
 /// sums (16, 8) += a (16, 16) b (16, 8). Lane l has of a row l / 4 and the row 8 below it, columns
-/// 2 (l % 4) and its right neighbour, then those 8 to the right of them; of b column l / 4 and these
-/// rows; of sums these rows of a and columns 2 (l % 4) and its right neighbour.
+/// 2 (l % 4) and its right neighbour, then those 8 to the right of them; of b column l / 4 and
+/// these rows; of sums these rows of a and columns 2 (l % 4) and its right neighbour.
 template <class Value>
 KVZAP_CUDA void multiply(float (&sums)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                           std::uint32_t b1) {
+                         std::uint32_t b1) {
   if constexpr (std::is_same_v<Value, half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -132,16 +132,17 @@ KVZAP_CUDA FloatPair floats_of(std::uint32_t pair) {
   }
 }
 
-/// a - b of pairs of half.
+/// a - b of pairs.
+template <class Value>
 KVZAP_CUDA std::uint32_t difference_of_pairs(std::uint32_t a, std::uint32_t b) {
-  const __half2 difference =
-      __hsub2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
+  using Pair = std::conditional_t<std::is_same_v<Value, half>, __half2, __nv_bfloat162>;
+  const Pair difference =
+      __hsub2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
   return *reinterpret_cast<const std::uint32_t*>(&difference);
 }
 
 /// Four of the eight bytes of two words, or a byte's sign: see PTX, prmt.
-KVZAP_CUDA std::uint32_t permuted(std::uint32_t low, std::uint32_t high,
-                                    std::uint32_t selector) {
+KVZAP_CUDA std::uint32_t permuted(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
   return __byte_perm(low, high, selector);
 }
 
@@ -152,4 +153,4 @@ KVZAP_CUDA float exp2_approximate(float x) {
   return y;
 }
 
-}  // namespace kvzap::attention::cuda
+}  // namespace kvzap::base::cuda

@@ -1,17 +1,15 @@
-// Pieces of attention on tensor cores that its kernels share.
+// Pieces of products on tensor cores that kernels share.
 #pragma once
 
 #if defined(__CUDACC__)
-#include "attention/cuda/instructions.hpp"
+#include "base/cuda/instructions.hpp"
 #else
-#include "attention/cuda/emulated.hpp"
+#include "base/cuda/emulated.hpp"
 #endif
 
-namespace kvzap::attention::cuda {
+namespace kvzap::base::cuda {
 
-KVZAP_CUDA bool is_finite(float x) {
-  return (base::float_bits(x) & 0x7f800000u) != 0x7f800000u;
-}
+KVZAP_CUDA bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
 /// Two floats as pairs of Value whose sums are within 2^-18 of them: rounded, and what that leaves.
 /// The rest of a value that is not finite is 0.
@@ -19,8 +17,7 @@ template <class Value>
 struct SplitPair {
   std::uint32_t upper, rest;
 
-  KVZAP_CUDA SplitPair(float first, float second)
-      : upper(rounded_pair<Value>(first, second)) {
+  KVZAP_CUDA SplitPair(float first, float second) : upper(rounded_pair<Value>(first, second)) {
     const FloatPair of_upper = floats_of<Value>(upper);
     rest = rounded_pair<Value>(is_finite(of_upper.lower) ? first - of_upper.lower : 0.0f,
                                is_finite(of_upper.upper) ? second - of_upper.upper : 0.0f);
@@ -37,4 +34,4 @@ KVZAP_CUDA float sum_of_four(float x) {
   return x + of_lane(x, lane_of_warp() ^ 2);
 }
 
-}  // namespace kvzap::attention::cuda
+}  // namespace kvzap::base::cuda

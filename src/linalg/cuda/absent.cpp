@@ -1,0 +1,11 @@
+// Replaces the kernels of this folder in builds without CUDA.
+#include "linalg/cuda/quantised_products.hpp"
+
+namespace kvzap::linalg::tensor_cores {
+
+bool multiply_quantised(const ExecutionSpace&, const ConstMatrix&, const quantised::Matrix&,
+                        const ConstVector&, const Matrix&) {
+  return false;
+}
+
+}  // namespace kvzap::linalg::tensor_cores

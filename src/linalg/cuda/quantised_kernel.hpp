@@ -1,0 +1,271 @@
+// Products of few rows with quantised weights on tensor cores. A panel's 16 outputs are the rows of
+// a tile. Codes become pairs of bf16, which holds each of them; rows of x are two bf16 each. Scales
+// multiply the sums of a group of 32 inputs.
+#pragma once
+
+#include "base/cuda/tiles.hpp"
+#include "linalg/quantised/format.hpp"
+
+namespace kvzap::linalg::cuda {
+
+using namespace base::cuda;  // NOLINT(google-build-using-namespace): all of the kernel's words
+using quantised::CodeKind;
+using quantised::Panels;
+using quantised::ScaleKind;
+
+// Warps of a block, which share the inputs of one panel.
+inline constexpr int warps = 4;
+// Groups whose codes a warp loads at once, so that several loads are in flight.
+inline constexpr int groups_at_once = 4;
+
+/// y (rows, outputs) = x (rows, inputs) W^T + bias, for the outputs of one section.
+struct QuantisedProduct {
+  Panels panels;
+  const float* x;
+  std::int64_t x_stride;  // of rows; a row's inputs lie one after the other
+  const float* bias;      // null: none
+  float* y;
+  std::int64_t y_row_stride, y_stride;
+  std::int32_t rows, outputs, inputs;
+};
+
+/// The codes of a lane for one group of 32 inputs: of outputs l / 4 and l / 4 + 8, inputs 4 (l % 4)
+/// and the next three, and those 16 further.
+template <CodeKind kind>
+struct LaneCodes {
+  static constexpr int high = quantised::high_bits(kind);
+  static constexpr int words = kind == CodeKind::bytes ? 2 : 1;  // of an output
+  std::uint32_t low[2][words];
+  std::uint32_t upper[2][high > 0 ? high : 1];
+
+  KVZAP_CUDA void load(const std::uint8_t* group, int lane) {
+    const int quad = lane % 4;
+    KVZAP_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const auto* const own =
+          reinterpret_cast<const std::uint32_t*>(group) + lane / 4 + 8 * i;  // 16 words to a quad
+      KVZAP_UNROLL
+      for (int h = 0; h < high; ++h) upper[i][h] = own[16 * h];
+      KVZAP_UNROLL
+      for (int w = 0; w < words; ++w) low[i][w] = own[16 * (high + quad + 4 * w)];
+    }
+  }
+
+  /// Four codes of output i, less their centre, as two pairs: of the first 16 inputs of a group
+  /// (step 0) or of the others.
+  KVZAP_CUDA void decode(int i, int step, int lane, const std::int8_t* table,
+                         std::uint32_t (&pairs)[2]) const {
+    if constexpr (kind == CodeKind::bytes) {
+      pair_signed(low[i][step], pairs);
+    } else if constexpr (kind == CodeKind::table) {
+      pair_signed(looked_up(low[i][0] >> (4 * step) & 0x0f0f0f0fu, table), pairs);
+    } else {
+      std::uint32_t codes = low[i][0] >> (4 * step) & 0x0f0f0f0fu;
+      if constexpr (high == 1) {
+        codes |= (upper[i][0] >> (lane % 4 + 4 * step) & 0x01010101u) << 4;
+      } else if constexpr (high == 2) {
+        codes |= (upper[i][step] >> (2 * (lane % 4)) & 0x03030303u) << 4;
+      }
+      // 0x4300 + code is 128 + code in bf16.
+      constexpr std::uint32_t zero = 0x43004300u + quantised::centre(kind) * 0x10001u;
+      pairs[0] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4140), zero);
+      pairs[1] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4342), zero);
+    }
+  }
+
+ private:
+  KVZAP_CUDA static void pair_signed(std::uint32_t codes, std::uint32_t (&pairs)[2]) {
+    float values[4];
+    KVZAP_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      // The bits of 2^23 + 128 + code.
+      values[e] =
+          base::bits_float(permuted(codes ^ 0x80808080u, 0x4b000000u, 0x7440u | e)) - 8388736.0f;
+    }
+    pairs[0] = rounded_pair<bfloat16>(values[0], values[1]);
+    pairs[1] = rounded_pair<bfloat16>(values[2], values[3]);
+  }
+  /// The table's values at four bytes below 16.
+  KVZAP_CUDA static std::uint32_t looked_up(std::uint32_t indices, const std::int8_t* table) {
+    const auto* const words = reinterpret_cast<const std::uint32_t*>(table);
+    std::uint32_t selector = indices & 0x07070707u;
+    selector |= selector >> 4;
+    selector = (selector & 0xffu) | (selector >> 8 & 0xff00u);
+    const std::uint32_t of_lower = permuted(words[0], words[1], selector);
+    const std::uint32_t of_upper = permuted(words[2], words[3], selector);
+    const std::uint32_t is_upper = (indices >> 3 & 0x01010101u) * 0xffu;
+    return (of_lower & ~is_upper) | (of_upper & is_upper);
+  }
+};
+
+/// A lane's parts of rows of x for one group: of row l / 4 of each tile of 8 rows.
+template <int tiles>
+struct LaneInputs {
+  std::uint32_t upper[tiles][2][2], rest[tiles][2][2];  // (tile, step, pair)
+
+  KVZAP_CUDA void load(const QuantisedProduct& product, int group, int lane) {
+    KVZAP_UNROLL
+    for (int n = 0; n < tiles; ++n) {
+      const int row = 8 * n + lane / 4;
+      const float* const x = product.x + row * product.x_stride;
+      KVZAP_UNROLL
+      for (int step = 0; step < 2; ++step) {
+        const int first = 32 * group + 16 * step + 4 * (lane % 4);
+        float values[4] = {0, 0, 0, 0};
+        KVZAP_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          if (row < product.rows && first + e < product.inputs) values[e] = x[first + e];
+        }
+        KVZAP_UNROLL
+        for (int pair = 0; pair < 2; ++pair) {
+          const SplitPair<bfloat16> split(values[2 * pair], values[2 * pair + 1]);
+          upper[n][step][pair] = split.upper;
+          rest[n][step][pair] = split.rest;
+        }
+      }
+    }
+  }
+  /// sums += a x of one step.
+  KVZAP_CUDA void add(float (&sums)[4], const std::uint32_t (&a)[4], int n, int step) const {
+    multiply<bfloat16>(sums, a, rest[n][step][0], rest[n][step][1]);
+    multiply<bfloat16>(sums, a, upper[n][step][0], upper[n][step][1]);
+  }
+};
+
+/// A group's scales for one output: a value is scale * code + minimum, with a scale for each step.
+struct GroupScales {
+  float scale[2];
+  float minimum;
+};
+
+template <ScaleKind kind>
+constexpr bool has_minimum = kind == ScaleKind::half_minimum || kind == ScaleKind::half_zero ||
+                             kind == ScaleKind::group_minimum;
+
+template <ScaleKind kind>
+KVZAP_CUDA float half_of(const std::uint8_t* scales, int i) {
+  half value;
+  value.bits = reinterpret_cast<const std::uint16_t*>(scales)[i];
+  return static_cast<float>(value);
+}
+
+template <ScaleKind kind>
+KVZAP_CUDA GroupScales scales_of(const std::uint8_t* panel, std::int64_t block_inputs, int group,
+                                 int output) {
+  constexpr int outputs = quantised::panel_outputs;
+  const int groups = static_cast<int>(block_inputs) / quantised::group_inputs;  // of a block
+  const std::uint8_t* const block = panel + group / groups * quantised::scale_bytes(kind);
+  const int own = group % groups;
+  if constexpr (kind == ScaleKind::exponent) {
+    const float scale = quantised::half_power(block[output]);
+    return {{scale, scale}, 0};
+  } else {
+    const float scale = half_of<kind>(block, output);
+    if constexpr (kind == ScaleKind::half_minimum) {
+      return {{scale, scale}, half_of<kind>(block, outputs + output)};
+    } else if constexpr (kind == ScaleKind::half_zero) {
+      return {{scale, scale}, -scale * static_cast<float>(block[2 * outputs + output])};
+    } else if constexpr (kind == ScaleKind::group_minimum) {
+      const std::uint8_t* const bytes = block + 4 * outputs + own * outputs + output;
+      const float of_group = scale * static_cast<float>(bytes[0]);
+      return {{of_group, of_group},
+              -half_of<kind>(block, outputs + output) * static_cast<float>(bytes[8 * outputs])};
+    } else if constexpr (kind == ScaleKind::group_of_16) {
+      const auto* const bytes =
+          reinterpret_cast<const std::int8_t*>(block) + (2 + 2 * own) * outputs + output;
+      return {{scale * static_cast<float>(bytes[0]), scale * static_cast<float>(bytes[outputs])},
+              0};
+    } else {
+      static_assert(kind == ScaleKind::half);
+      return {{scale, scale}, 0};
+    }
+  }
+}
+
+/// Sums of a lane: (tile, element) as tiles of products have them.
+template <CodeKind codes, ScaleKind scales, int tiles>
+struct PanelSums {
+  float sums[tiles][4] = {};
+
+  KVZAP_CUDA void add_group(const QuantisedProduct& product, const std::uint8_t* panel, int group,
+                            const LaneCodes<codes>& own, int lane) {
+    LaneInputs<tiles> inputs;
+    inputs.load(product, group, lane);
+    std::uint32_t a[2][4];
+    KVZAP_UNROLL
+    for (int step = 0; step < 2; ++step) {
+      KVZAP_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        std::uint32_t pairs[2];
+        own.decode(i, step, lane, product.panels.table, pairs);
+        a[step][i] = pairs[0];
+        a[step][2 + i] = pairs[1];
+      }
+    }
+    const GroupScales of[2] = {scales_of<scales>(panel, product.panels.block, group, lane / 4),
+                               scales_of<scales>(panel, product.panels.block, group, lane / 4 + 8)};
+    constexpr bool has_two = scales == ScaleKind::group_of_16;
+    KVZAP_UNROLL
+    for (int n = 0; n < tiles; ++n) {
+      float found[2][4] = {};  // of each step, or of both
+      inputs.add(found[0], a[0], n, 0);
+      inputs.add(found[has_two ? 1 : 0], a[1], n, 1);
+      float all[4] = {};  // of the rows of x themselves
+      if constexpr (has_minimum<scales>) {
+        constexpr std::uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+        inputs.add(all, ones, n, 0);
+        inputs.add(all, ones, n, 1);
+      }
+      KVZAP_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        sums[n][i] += of[i / 2].scale[0] * found[0][i];
+        if constexpr (has_two) sums[n][i] += of[i / 2].scale[1] * found[1][i];
+        if constexpr (has_minimum<scales>) sums[n][i] += of[i / 2].minimum * all[i];
+      }
+    }
+  }
+};
+
+/// Block = panel; its warps take turns in the groups of inputs. tiles: of 8 rows of x.
+template <CodeKind codes, ScaleKind scales, int tiles>
+KVZAP_CUDA_KERNEL(32 * warps, 1)
+multiply_panel(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
+  constexpr int outputs = quantised::panel_outputs;
+  const int lane = lane_of_warp(), warp = warp_of_block(), block = block_x();
+  const std::uint8_t* const panel = product.panels.data + block * product.panels.panel_bytes();
+  const std::uint8_t* const of_groups = panel + product.panels.scales_size();
+  const auto n_groups = static_cast<int>(product.panels.inputs / quantised::group_inputs);
+  PanelSums<codes, scales, tiles> own;
+  for (int first = warp; first < n_groups; first += warps * groups_at_once) {
+    LaneCodes<codes> loaded[groups_at_once];
+    KVZAP_UNROLL
+    for (int i = 0; i < groups_at_once; ++i) {
+      const int group = first + i * warps;
+      if (group < n_groups) loaded[i].load(of_groups + group * quantised::code_bytes(codes), lane);
+    }
+    KVZAP_UNROLL
+    for (int i = 0; i < groups_at_once; ++i) {
+      const int group = first + i * warps;
+      if (group < n_groups) own.add_group(product, panel, group, loaded[i], lane);
+    }
+  }
+  auto* const sums = reinterpret_cast<float*>(block_memory());  // (warp, row of x, output)
+  KVZAP_UNROLL
+  for (int n = 0; n < tiles; ++n) {
+    KVZAP_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int row = 8 * n + 2 * (lane % 4) + i % 2;
+      sums[(warp * 8 * tiles + row) * outputs + lane / 4 + i / 2 * 8] = own.sums[n][i];
+    }
+  }
+  wait_for_block();
+  for (int i = thread_of_block(); i < product.rows * outputs; i += 32 * warps) {
+    const int row = i / outputs, output = block * outputs + i % outputs;
+    if (output >= product.outputs) continue;
+    float sum = product.bias ? product.bias[output] : 0.0f;
+    for (int w = 0; w < warps; ++w) sum += sums[w * 8 * tiles * outputs + i];
+    product.y[row * product.y_row_stride + output * product.y_stride] = sum;
+  }
+}
+
+}  // namespace kvzap::linalg::cuda

@@ -3,6 +3,6 @@
 
 namespace kvzap::base::cuda {
 
-bool has_tensor_cores() { return true; }
+int most_block_memory() { return 227 << 10; }  // of compute capability 9.0
 
 }  // namespace kvzap::base::cuda

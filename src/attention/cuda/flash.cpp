@@ -1,5 +1,6 @@
 #include "attention/cuda/flash_kernel.hpp"
 #include "attention/cuda/tensor_cores.hpp"
+#include "base/cuda/has_tensor_cores.hpp"
 #include "base/cuda/launch.hpp"
 
 namespace kvzap::attention::tensor_cores {
@@ -35,9 +36,10 @@ cuda::FlashSpan span_of(const AttentionSpan& span, const AttentionCall& call) {
 }
 
 template <class Value, int D>
-void launch_tiles(const ExecutionSpace& exec, const AttentionSpan& span,
+bool launch_tiles(const ExecutionSpace& exec, const AttentionSpan& span,
                   const AttentionCall& call) {
   using Tiles = cuda::FlashTiles<Value, D>;
+  if (Tiles::bytes > base::cuda::most_block_memory()) return false;
   static std::atomic<bool> is_prepared{false};
   const WideRows<Value> rows{span.cached.addresses.data(),
                              call.new_keys.values<Value>(),
@@ -51,6 +53,7 @@ void launch_tiles(const ExecutionSpace& exec, const AttentionSpan& span,
   base::cuda::launch(exec, is_prepared, cuda::attend_tiles<Value, D>,
                      {tiles, call.kv_heads, 32 * Tiles::warps, Tiles::bytes}, span_of(span, call),
                      rows);
+  return true;
 }
 
 template <class Value>
@@ -58,20 +61,15 @@ bool attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
                   const AttentionCall& call) {
   switch (call.dim) {
     case 64:
-      launch_tiles<Value, 64>(exec, span, call);
-      return true;
+      return launch_tiles<Value, 64>(exec, span, call);
     case 80:
-      launch_tiles<Value, 80>(exec, span, call);
-      return true;
+      return launch_tiles<Value, 80>(exec, span, call);
     case 96:
-      launch_tiles<Value, 96>(exec, span, call);
-      return true;
+      return launch_tiles<Value, 96>(exec, span, call);
     case 128:
-      launch_tiles<Value, 128>(exec, span, call);
-      return true;
+      return launch_tiles<Value, 128>(exec, span, call);
     case 256:
-      launch_tiles<Value, 256>(exec, span, call);
-      return true;
+      return launch_tiles<Value, 256>(exec, span, call);
     default:
       return false;
   }

@@ -13,7 +13,6 @@ namespace kvzap::attention::cuda {
 // leaves.
 inline constexpr int heads_at_once = 8;
 inline constexpr int warps = 4;
-inline constexpr int stages = 3;  // tiles of a warp in shared memory
 
 /// The queries of a launch and how their scores are scaled.
 struct SplitQueries {
@@ -24,8 +23,8 @@ struct SplitQueries {
 };
 
 /// Shared memory of a block: tiles, in their place later the results of warps; then the rotated
-/// queries (head, dim).
-template <class Tiles>
+/// queries (head, dim). stages: tiles of a warp.
+template <class Tiles, int stages>
 struct SplitMemory {
   static constexpr int tiles = warps * stages * Tiles::bytes;
   static constexpr int results = warps * heads_at_once * (Tiles::dim + 2) * 4;
@@ -185,7 +184,7 @@ KVZAP_CUDA void store_part(const WarpSums<Tiles>& found, unsigned char* memory, 
 }
 
 /// One part and one pass over its query heads: block = (part, pass).
-template <class Tiles>
+template <class Tiles, int stages>
 KVZAP_CUDA_KERNEL(32 * warps, 1)
 attend_parts(KVZAP_CUDA_ARGUMENT SplitSpans spans, KVZAP_CUDA_ARGUMENT Tiles tiles,
              KVZAP_CUDA_ARGUMENT SplitQueries queries) {
@@ -216,7 +215,7 @@ attend_parts(KVZAP_CUDA_ARGUMENT SplitSpans spans, KVZAP_CUDA_ARGUMENT Tiles til
                            std::int64_t{head * group + first_head} * queries.strides.head;
   Strides strides = queries.strides;
   if constexpr (Tiles::quantised) {
-    auto* const rotated = reinterpret_cast<float*>(memory + SplitMemory<Tiles>::queries_at);
+    auto* const rotated = reinterpret_cast<float*>(memory + SplitMemory<Tiles, stages>::queries_at);
     rotate_queries(query_row, strides, own, Tiles::dim, rotated);
     query_row = rotated;
     strides = {0, Tiles::dim, 1};

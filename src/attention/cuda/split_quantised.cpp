@@ -6,12 +6,11 @@ namespace kvzap::attention::tensor_cores {
 namespace {
 
 template <RowType keys, RowType values, int D>
-void launch_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
+bool launch_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
                   const CachedLayer& cached, const AttentionCall& call) {
   using Tiles = cuda::QuantisedTiles<keys, values, D>;
-  static std::atomic<bool> is_prepared{false};
   const Tiles tiles{{cached.addresses.data(), cached.page_rows, cached.format.values_are_keys}};
-  cuda::launch_split(exec, is_prepared, spans, parts, tiles, call);
+  return cuda::launch_split(exec, spans, parts, tiles, call);
 }
 
 template <RowType keys, RowType values>
@@ -19,20 +18,16 @@ bool attend_typed(const ExecutionSpace& exec, const SplitSpans& spans, std::int6
                   const CachedLayer& cached, const AttentionCall& call) {
   switch (call.dim) {
     case 64:
-      launch_parts<keys, values, 64>(exec, spans, parts, cached, call);
-      return true;
+      return launch_parts<keys, values, 64>(exec, spans, parts, cached, call);
     case 96:
       if constexpr (keys == RowType::q8 && values == RowType::q8) {
-        launch_parts<keys, values, 96>(exec, spans, parts, cached, call);
-        return true;
+        return launch_parts<keys, values, 96>(exec, spans, parts, cached, call);
       }
       return false;
     case 128:
-      launch_parts<keys, values, 128>(exec, spans, parts, cached, call);
-      return true;
+      return launch_parts<keys, values, 128>(exec, spans, parts, cached, call);
     case 256:
-      launch_parts<keys, values, 256>(exec, spans, parts, cached, call);
-      return true;
+      return launch_parts<keys, values, 256>(exec, spans, parts, cached, call);
     default:
       return false;
   }

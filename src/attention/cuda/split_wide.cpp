@@ -6,14 +6,13 @@ namespace kvzap::attention::tensor_cores {
 namespace {
 
 template <class Value, int D>
-void launch_parts(const ExecutionSpace& exec, const SplitSpans& spans, const CachedLayer& cached,
+bool launch_parts(const ExecutionSpace& exec, const SplitSpans& spans, const CachedLayer& cached,
                   const AttentionCall& call) {
   using Tiles = cuda::WideTiles<Value, D>;
-  static std::atomic<bool> is_prepared{false};
   const Tiles tiles{{cached.addresses.data(), call.new_keys.values<Value>(),
                      call.new_values.values<Value>(), strides_of(call.new_keys), cached.window,
                      cached.page_rows, cached.format.vectors()}};
-  cuda::launch_split(exec, is_prepared, spans, spans.wide_parts, tiles, call);
+  return cuda::launch_split(exec, spans, spans.wide_parts, tiles, call);
 }
 
 template <class Value>
@@ -21,20 +20,15 @@ bool attend_typed(const ExecutionSpace& exec, const SplitSpans& spans, const Cac
                   const AttentionCall& call) {
   switch (call.dim) {
     case 64:
-      launch_parts<Value, 64>(exec, spans, cached, call);
-      return true;
+      return launch_parts<Value, 64>(exec, spans, cached, call);
     case 80:
-      launch_parts<Value, 80>(exec, spans, cached, call);
-      return true;
+      return launch_parts<Value, 80>(exec, spans, cached, call);
     case 96:
-      launch_parts<Value, 96>(exec, spans, cached, call);
-      return true;
+      return launch_parts<Value, 96>(exec, spans, cached, call);
     case 128:
-      launch_parts<Value, 128>(exec, spans, cached, call);
-      return true;
+      return launch_parts<Value, 128>(exec, spans, cached, call);
     case 256:
-      launch_parts<Value, 256>(exec, spans, cached, call);
-      return true;
+      return launch_parts<Value, 256>(exec, spans, cached, call);
     default:
       return false;
   }

@@ -9,7 +9,8 @@
 namespace kvzap::attention::tensor_cores {
 
 /// Attends the parts of wide rows as attend_groups does. Returns false, and does nothing, if there
-/// is no kernel for the type and size of heads: f16 and bf16 of 64, 80, 96, 128 or 256 dimensions.
+/// is no kernel for the type and size of heads (f16 and bf16 of 64, 80, 96, 128 or 256 dimensions)
+/// or if the device has too little shared memory.
 bool attend_wide_parts(const ExecutionSpace& exec, const SplitSpans& spans,
                        const CachedLayer& cached, const AttentionCall& call);
 /// Attends the parts of quantised rows. Heads have 64, 128 or 256 dimensions, with 8 bits also 96.

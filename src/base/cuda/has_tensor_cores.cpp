@@ -5,18 +5,20 @@
 
 namespace kvzap::base::cuda {
 
-bool has_tensor_cores() {
+int most_block_memory() {
 #if defined(KOKKOS_ENABLE_CUDA)
-  static const bool has = [] {
-    int device = 0, major = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
-               cudaSuccess &&
-           major >= 8;
+  static const int most = [] {
+    int device = 0, major = 0, bytes = 0;
+    const bool is_known =
+        cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+            cudaSuccess;
+    return is_known && major >= 8 ? bytes : 0;
   }();
-  return has;
+  return most;
 #else
-  return false;
+  return 0;
 #endif
 }
 

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 
+import kernel_names
 import programs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -148,6 +149,69 @@ class Steps(Stage):
         return "passed", f"{len(rows)} results"
 
 
+def summary_of(path):
+    """What a step does, of a file that device_trace.cpp has written. A step ends with a copy to the host; those of the
+    commonest number of kernels count."""
+    steps, step = [], []
+    for line in path.read_text().splitlines():
+        begin, end, kind, name = line.split("\t", 3)
+        step.append((int(begin), int(end), kind, name))
+        if kind == "copy" and name.startswith("to the host"):
+            steps.append(sorted(step))
+            step = []
+    launches = [sum(1 for event in step if event[2] == "kernel") for step in steps]
+    commonest = max(set(launches), key=lambda n: (launches.count(n), n), default=0)
+    chosen = [step for step, n in zip(steps, launches) if n == commonest and n > 0]
+    if not chosen:
+        return None
+    kernels = {}
+    for step in chosen:
+        for begin, end, kind, name in step:
+            if kind == "kernel":
+                row = kernels.setdefault(kernel_names.short_name(name), [0, 0])
+                row[0] += 1
+                row[1] += end - begin
+    count = len(chosen)
+    return {
+        "steps": count, "launches": commonest,
+        "busy_us": sum(end - begin for step in chosen for begin, end, _, _ in step) / count / 1e3,
+        "span_us": sum(max(event[1] for event in step) - step[0][0] for step in chosen) / count / 1e3,
+        "kernels": [{"name": name, "count": n / count, "us": ns / count / 1e3}
+                    for name, (n, ns) in sorted(kernels.items(), key=lambda item: -item[1][1])],
+    }  # fmt: skip
+
+
+class Trace(Stage):
+    """The kernels of a step, one by one: how many there are, how long they take, how long the device waits between them."""
+
+    program = "kvzap"
+
+    def __init__(self, name, seconds, cases):
+        super().__init__(name, seconds)
+        self.cases = cases  # title -> further arguments
+
+    def needs(self, run):
+        if run.host:
+            return "the programs run on the host"
+        library = ROOT / "lib/libkvzap_trace.so"
+        return super().needs(run) or ("" if library.exists() else "the pack has no libkvzap_trace.so")
+
+    def run(self, run, seconds):
+        begin, found = time.monotonic(), {}
+        for place, (title, arguments) in enumerate(self.cases.items()):
+            path = run.out / "work" / f"{self.name}-{place}.tsv"
+            command = [run.program("kvzap"), "bench", "-m", MODEL, "--random-weights", "1", "-r", "1", "-o", "json", "-q", *arguments]
+            more = {"CUDA_INJECTION64_PATH": str(ROOT / "lib/libkvzap_trace.so"), "KVZAP_TRACE": str(path)}
+            _, code = run.execute(f"{self.name}-{place}", command, seconds - (time.monotonic() - begin), more=more)
+            if code is None:
+                return "timeout", ""
+            if code or not path.exists():
+                return "failed", f"status {code}" if code else "no trace was written"
+            found[title] = {"command": run.shown(command), **(summary_of(path) or {})}
+        write(run.results / "trace.json", run.dated(cases=found))
+        return "passed", ", ".join(f"{title}: {row['launches']} launches" for title, row in found.items() if "launches" in row)
+
+
 class Sanitizer(Stage):
     """A tool of compute-sanitizer on a short program."""
 
@@ -206,7 +270,9 @@ def stages():
     peer_speed = ["perf/peers/peer_speed.py", MODEL, "--new", "32", "--repeat", "2", "--context"]
     short, long = (1024, 4096, 8192, 16384, 32768), (65536, 131072)
     return [
-        # Not finished on a GPU so far.
+        # Not run or not finished on a GPU so far.
+        Tests("tests-tensor-cores", 60, unit, "AttentionSpans/*:NonFinite/*:QuantisedAttention/*:*TensorCores*:QuantisedMap.DeviceKernels",
+              "*TensorCores*"),
         Tests("tests-caches", 90, unit, "CacheSteps/*:CacheInvariants/*:PagePool.*:ForkBeginning*:CacheCopies.*:Cache/*Forks*",
               "PagePool.*:ForkBeginning/0.*:CacheCopies.*"),
         Tests("tests-attention", 90, unit, "AttentionPaths/*", "AttentionPaths/2.SoftCaps:AttentionPaths/2.RingOfAnyFilling"),
@@ -217,6 +283,12 @@ def stages():
               "decode/(bf16|q8|q4)/dim:128/|decode_batch/bf16|decode/bf16/dim:64/", "decode/q4/dim:128/group:1"),
         Bench("products", 45, "gemm", "bench_gemm", "/Qwen3-(0.6B|8B)/bf16/.*/rows:(1|8|16|512|4096)/",
               "Qwen3-0.6B/bf16/kv/rows:1/"),
+        Trace("trace", 45, {
+            "decode after 1,024 tokens": ["-p", "0", "-n", "16", "-d", "1024"],
+            "decode after 32,768 tokens": ["-p", "0", "-n", "16", "-d", "32768"],
+            "decode after 1,024 tokens, weights in q4": ["--weights", "q4", "-p", "0", "-n", "16", "-d", "1024"],
+            "prefill of 4,096 tokens": ["-n", "0", "-p", "4096"],
+        }),
         Bench("append-and-selection", 30, "prune", "bench_prune", quick="decode_append"),
         *(Steps(f"steps-{kv_type}", 45, kv_type, 1, short) for kv_type in ROW_BYTES),
         Steps("prefill", 45, prompts=(512, 2048, 8192, 32768)),
@@ -292,14 +364,14 @@ class Run:
                 environment["KVZAP_KERNELS"] = "device"
         return environment
 
-    def execute(self, name, command, seconds, ours=True):
+    def execute(self, name, command, seconds, ours=True, more=None):
         """(standard output, exit status or None if the time was up). Both streams are appended to the log."""
         output = self.out / "work" / f"{name}.out"
         log = self.out / "logs" / f"{name}.log"
         with open(output, "w") as out, open(log, "a") as errors:
             errors.write(f"$ {self.shown(command)}\n")
             errors.flush()
-            process = subprocess.Popen(command, stdout=out, stderr=errors, cwd=ROOT, env=self.environment(ours),
+            process = subprocess.Popen(command, stdout=out, stderr=errors, cwd=ROOT, env={**self.environment(ours), **(more or {})},
                                        start_new_session=True)
             try:
                 code = process.wait(max(1, seconds))

@@ -130,6 +130,21 @@ def steps_section(results):
     return lines + (table(["prefill, tokens", "tokens/s"], prefill) if prefill else [])
 
 
+def trace_section(results):
+    """What a step does on a device, kernel by kernel."""
+    run = results.runs.get("trace")
+    if not run:
+        return []
+    lines = ["## Inside a step", "", "By CUPTI, which takes time of its own: the kernels that take longest, in µs of a step. *Busy* is the "
+             "time of all kernels and copies; the device waits for the rest of the step.", ""]
+    for title, case in run["cases"].items():
+        if not case.get("kernels"):
+            continue
+        lines += [f"{title} (`{case['command']}`): {case['launches']} launches, busy {case['busy_us']:,.0f} of {case['span_us']:,.0f} µs.", ""]
+        lines += table(["kernel", "launches", "µs"], [[f"`{cell(k['name'])}`", f"{k['count']:.4g}", f"{k['us']:.4g}"] for k in case["kernels"][:12]])
+    return lines
+
+
 def stages_section(results):
     """Tests and measurements of scripts/gpu, and how they ended."""
     run = results.runs.get("stages")
@@ -296,6 +311,7 @@ def processor_page(folder, docs, with_plots=True):
     if results.runs and goals_lines:
         lines += ["## Shares and ratios" if results.is_device() else "## Goals", ""] + goals_lines
     lines += steps_section(results)
+    lines += trace_section(results)
     for one in limited:
         lines += [f"## Limited to {one.limited_to}", "",
                   f"`KVZAP_SIMD={one.limited_to}` limited kvzap, and other programs and libraries were limited alike. "

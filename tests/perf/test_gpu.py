@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "perf"))
 
 if sys.version_info >= (3, 11):  # tomllib
     import device_stages
+    import kernel_names
 
 # Notes its filter. Of the tests that the filter does not leave out it passes one, crashes at another, and passes a third.
 TESTS = """#!{python}
@@ -82,7 +83,7 @@ class Case(unittest.TestCase):
 class Stages(Case):
     def setUp(self):
         super().setUp()
-        for name in ("scripts/gpu", "perf/device_stages.py", "perf/processors.py", "perf/programs.py"):
+        for name in ("scripts/gpu", "perf/device_stages.py", "perf/kernel_names.py", "perf/processors.py", "perf/programs.py"):
             (self.pack / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.pack / name)
         (self.pack / "bin").mkdir()
@@ -154,6 +155,26 @@ class Stages(Case):
                          [("decode/bf16/dim:128/group:4/paged", "torch sdpa", 2.0), ("decode", "transformers", 4.0)])
 
 
+class Traces(Case):
+    def test_steps_are_what_lies_between_copies_to_the_host(self):
+        path, now, lines = self.folder / "trace.tsv", 0, []
+        product = "void kvzap::linalg::cuda::multiply_panel<(kvzap::linalg::quantised::CodeKind)0, (kvzap::linalg::quantised::ScaleKind)1, 1>(int)"
+        for step in range(4):
+            # The first step has a kernel more.
+            for name in ["void gemvNSP_kernel<float>(int)", product, product] + [product] * (step == 0):
+                lines.append(f"{now}\t{now + 2000}\tkernel\t{name}")
+                now += 3000
+            lines.append(f"{now}\t{now + 500}\tcopy\tto the host, 8 bytes")
+            now += 10000
+        path.write_text("\n".join(lines) + "\n")
+        found = device_stages.summary_of(path)
+        self.assertEqual((found["steps"], found["launches"]), (3, 3))
+        self.assertAlmostEqual(found["busy_us"], 6.5)
+        self.assertAlmostEqual(found["span_us"], 9.5)
+        self.assertEqual([(k["name"], k["count"], k["us"]) for k in found["kernels"]],
+                         [("multiply_panel<nibbles, half, 1>", 2, 4.0), ("gemvNSP_kernel", 1, 2.0)])
+
+
 # A stand-in for cuobjdump, of whose kernels one is a fill of a view.
 CUOBJDUMP = """#!/bin/sh
 echo 'Cuda compilation tools, release 13.0, V13.0.88'
@@ -180,6 +201,16 @@ class Kernels(Case):
         # Three teams of 4 warps by their registers, of 64 warps.
         self.assertIn("\n| `AttendParts<QuantisedCodes<q4, q8>, 8>` | `device/split.cpp` | team | 138 | 8 | 48 | 19% |\n", page.read_text())
         self.assertIn("1 kernels", done.stderr)
+
+    def test_kernels_of_cuda_alone(self):
+        cuda = "kvzap::attention::cuda::"
+        for demangled, name in (
+            (f"void {cuda}attend_parts<{cuda}QuantisedTiles<(kvzap::RowType)2, (kvzap::RowType)1, 128>, 3>(int)",
+             "attend_parts<QuantisedTiles<q4, q8, 128>, 3>"),
+            ("void kvzap::linalg::cuda::multiply_panel<(kvzap::linalg::quantised::CodeKind)0, "
+             "(kvzap::linalg::quantised::ScaleKind)3, 2>(int)", "multiply_panel<nibbles, half_zero, 2>"),
+        ):  # fmt: skip
+            self.assertEqual(kernel_names.kernel_of(demangled), (name, "block"))
 
     def test_occupancy(self):
         loader = importlib.machinery.SourceFileLoader("kernels", str(ROOT / "perf/kernels"))

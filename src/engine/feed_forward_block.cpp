@@ -89,8 +89,9 @@ void FeedForwardBlock::cut_gates(Step& step, int layer, float cutoff, std::int64
   step.locally([&] { cut_rows(step.exec, gates, width, means, variances, cutoff); });
 }
 
-// inputs = activation(gates) * up, those of down. Returns them rounded, or empty if not `rounds`.
-// If they are rounded, `inputs` is unspecified.
+// inputs = activation(gates) * up, those of down. Returns them rounded, or empty if not `rounds` or
+// if down is quantised: then its products take floats. If they are rounded, `inputs` is
+// unspecified.
 linalg::RoundedRows FeedForwardBlock::gate(Step& step, const Weights& weights, bool rounds,
                                            const linalg::Matrix& inputs) {
   const std::int64_t m = inputs.extent(0), width = inputs.extent(1);
@@ -98,7 +99,9 @@ linalg::RoundedRows FeedForwardBlock::gate(Step& step, const Weights& weights, b
   const auto gate_multiplier = static_cast<float>(step.config.gate_multiplier);
   if (gate_multiplier != 1) scale_columns(step.exec, gate_up, 0, width, gate_multiplier);
   linalg::RoundedRows rounded;
-  if (rounds) rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
+  if (rounds && weights.down.quantised() == nullptr) {
+    rounded = step.linear.room_for_rounded(weights.down.dtype(), m, width);
+  }
   activate(step.exec, gate_up, inputs, rounded,
            {step.config.activation, static_cast<float>(step.config.gate_limit),
             step.config.gates_feed_forward, weights.xielu, weights.limit});

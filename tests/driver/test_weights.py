@@ -43,6 +43,16 @@ class Weights(TestCase):
                 _, logits = self.run_model(file, "--dtype", "f32", env=env, new=1)
                 self.assert_near(logits, expected, 0.05, level)
 
+    def test_kernels_of_devices_agree(self):
+        file = self.quantised(LLAMA, "Q4_K_M")
+        for dtype in ("f16", "bf16"):  # products of other weights round their inputs to these
+            _, expected = self.run_model(file, "--dtype", "f32", tokens=IDS[:9], new=1)
+            for form in ("host", "device"):
+                with self.subTest(dtype=dtype, form=form):
+                    env = {**os.environ, "KVZAP_KERNELS": form}
+                    _, logits = self.run_model(file, "--dtype", dtype, env=env, tokens=IDS[:9], new=1)
+                    self.assert_near(logits, expected, 0.1)
+
     def test_quantising_at_load_is_quantising_before(self):
         for weights, kind in (("q8", "Q8_0"), ("q4", "Q4_K_M")):
             for ranks in (0, 2):

@@ -78,7 +78,10 @@ bool attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
 }  // namespace
 
 bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call) {
-  if (span.cached.format.quantised()) return false;
+  // Its pages may be those of quantised rows as long as they have none.
+  for (int head = 0; span.cached.format.quantised() && head < call.kv_heads; ++head) {
+    if (span.cached.bounds(head) > 0) return false;
+  }
   switch (call.dtype()) {
     case DType::f16:
       return attend_typed<half>(exec, span, call);

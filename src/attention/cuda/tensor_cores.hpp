@@ -17,8 +17,8 @@ bool attend_wide_parts(const ExecutionSpace& exec, const SplitSpans& spans,
 bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
                             const CachedLayer& cached, const AttentionCall& call);
 
-/// Computes one span of any number of query tokens. Returns false, and does nothing, if its pages
-/// have quantised rows or if there is no kernel for the type and size of heads.
+/// Computes one span of any number of query tokens. Returns false, and does nothing, if it sees
+/// quantised rows or if there is no kernel for the type and size of heads.
 bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call);
 
 }  // namespace kvzap::attention::tensor_cores

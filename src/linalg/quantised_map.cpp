@@ -129,7 +129,7 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
             Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
   };
   if (!base::runs_on_host || keeps_type()) {
-    if (rows <= tensor_cores::most_rows && base::cuda::has_tensor_cores() &&
+    if (rows <= tensor_cores::most_rows && !matrix.has_floats() && base::cuda::has_tensor_cores() &&
         tensor_cores::multiply_quantised(exec, spread_on_device(exec, x, matrix, m_spread), matrix,
                                          bias, y)) {
       return;

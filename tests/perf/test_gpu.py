@@ -158,7 +158,7 @@ class Stages(Case):
 class Traces(Case):
     def test_steps_are_what_lies_between_copies_to_the_host(self):
         path, now, lines = self.folder / "trace.tsv", 0, []
-        product = "void kvzap::linalg::cuda::multiply_panel<(kvzap::linalg::quantised::CodeKind)0, (kvzap::linalg::quantised::ScaleKind)1, 1>(int)"
+        product = "void kvzap::linalg::cuda::multiply_panels<(kvzap::linalg::quantised::CodeKind)0, (kvzap::linalg::quantised::ScaleKind)1, 1>(int)"
         for step in range(4):
             # The first step has a kernel more.
             for name in ["void gemvNSP_kernel<float>(int)", product, product] + [product] * (step == 0):
@@ -172,7 +172,7 @@ class Traces(Case):
         self.assertAlmostEqual(found["busy_us"], 6.5)
         self.assertAlmostEqual(found["span_us"], 9.5)
         self.assertEqual([(k["name"], k["count"], k["us"]) for k in found["kernels"]],
-                         [("multiply_panel<nibbles, half, 1>", 2, 4.0), ("gemvNSP_kernel", 1, 2.0)])
+                         [("multiply_panels<nibbles, half, 1>", 2, 4.0), ("gemvNSP_kernel", 1, 2.0)])
 
 
 # A stand-in for cuobjdump, of whose kernels one is a fill of a view.
@@ -207,8 +207,8 @@ class Kernels(Case):
         for demangled, name in (
             (f"void {cuda}attend_parts<{cuda}QuantisedTiles<(kvzap::RowType)2, (kvzap::RowType)1, 128>, 3>(int)",
              "attend_parts<QuantisedTiles<q4, q8, 128>, 3>"),
-            ("void kvzap::linalg::cuda::multiply_panel<(kvzap::linalg::quantised::CodeKind)0, "
-             "(kvzap::linalg::quantised::ScaleKind)3, 2>(int)", "multiply_panel<nibbles, half_zero, 2>"),
+            ("void kvzap::linalg::cuda::multiply_panels<(kvzap::linalg::quantised::CodeKind)0, "
+             "(kvzap::linalg::quantised::ScaleKind)3, 2>(int)", "multiply_panels<nibbles, half_zero, 2>"),
         ):  # fmt: skip
             self.assertEqual(kernel_names.kernel_of(demangled), (name, "block"))
 

@@ -94,9 +94,10 @@ struct AttentionExtents {
 /// again.
 ///
 /// The path panels rounds queries and exponentials to the type of the rows: by the bounds above for
-/// bfloat16, and with 2^-11 instead of 2^-9 for half. The path split_kv rounds neither. The
-/// log-sum-exp is computed from the scores and exponentials that the path uses, so the same bounds
-/// hold for it.
+/// bfloat16, and with 2^-11 instead of 2^-9 for half. The path split_kv rounds neither. The tensor
+/// cores of NVIDIA's GPUs, which the other paths use for 16-bit rows there, round as panels does
+/// for spans of several queries; for one query they use two terms, within 2^-18. The log-sum-exp is
+/// computed from the scores and exponentials that the path uses, so the same bounds hold for it.
 ///
 /// Values that are not finite have the same effect on every path. A score (the product of a query
 /// and a key) of -infinity has weight 0. A query whose scores are all -infinity gives the output 0

@@ -62,7 +62,7 @@ template <class Value, int D>
 KVZAP_CUDA void copy_rows(const Value* const* rows, const std::int64_t* strides, int count,
                           bool is_whole, unsigned char* target) {
   using Tiles = FlashTiles<Value, D>;
-  constexpr int in_row = 2 * D / pieces, threads = 32 * Tiles::warps;
+  constexpr int in_row = 2 * D / piece_bytes, threads = 32 * Tiles::warps;
   const int thread = thread_of_block();
   if (is_whole) {
     const std::uint32_t address = shared_address(target);
@@ -70,8 +70,8 @@ KVZAP_CUDA void copy_rows(const Value* const* rows, const std::int64_t* strides,
     for (int first = 0; first < Tiles::key_rows * in_row; first += threads) {
       const int i = first + thread, r = i / in_row, piece = i % in_row;
       if (Tiles::key_rows * in_row % threads != 0 && r >= Tiles::key_rows) break;
-      copy16(address + r * Tiles::pitch + piece * pieces, rows[r] + (r < count ? piece * 8 : 0),
-             r < count);
+      copy16(address + r * Tiles::pitch + piece * piece_bytes,
+             rows[r] + (r < count ? piece * 8 : 0), r < count);
     }
   } else {
     for (int i = thread; i < Tiles::key_rows * D; i += threads) {
@@ -89,7 +89,7 @@ KVZAP_CUDA void load_query_rows(const FlashSpan& span, int head, int first_row,
   using Tiles = FlashTiles<Value, D>;
   const int warp = warp_of_block(), lane = lane_of_warp();
   auto* const unscale = reinterpret_cast<float*>(memory + Tiles::unscale_at);
-  KVZAP_UNROLL
+  KVZAP_UNROLL_BY_4
   for (int r = warp * Tiles::warp_rows; r < (warp + 1) * Tiles::warp_rows; ++r) {
     const int row = first_row + r;
     const bool exists = row < span.count;
@@ -170,9 +170,9 @@ struct FlashSums {
     const int warp = warp_of_block(), lane = lane_of_warp();
     const std::uint32_t base = shared_address(memory);
     const std::uint32_t query_at =
-        base + (warp * Tiles::warp_rows + lane % 16) * Tiles::pitch + lane / 16 * pieces;
-    const std::uint32_t key_at =
-        base + Tiles::keys_at + (lane / 16 * 8 + lane % 8) * Tiles::pitch + lane / 8 % 2 * pieces;
+        base + (warp * Tiles::warp_rows + lane % 16) * Tiles::pitch + lane / 16 * piece_bytes;
+    const std::uint32_t key_at = base + Tiles::keys_at + (lane / 16 * 8 + lane % 8) * Tiles::pitch +
+                                 lane / 8 % 2 * piece_bytes;
     KVZAP_UNROLL
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t query[tiles][4];
@@ -266,8 +266,8 @@ struct FlashSums {
   KVZAP_CUDA void multiply_values(const unsigned char* memory,
                                   const float (&weights)[tiles][Tiles::key_rows / 8][4]) {
     const int lane = lane_of_warp();
-    const std::uint32_t value_at =
-        shared_address(memory) + Tiles::values_at + lane % 16 * Tiles::pitch + lane / 16 * pieces;
+    const std::uint32_t value_at = shared_address(memory) + Tiles::values_at +
+                                   lane % 16 * Tiles::pitch + lane / 16 * piece_bytes;
     KVZAP_UNROLL
     for (int k = 0; k < Tiles::key_rows / 16; ++k) {
       std::uint32_t rounded[tiles][4];

@@ -13,6 +13,7 @@ namespace kvzap::attention::cuda {
 // leaves.
 inline constexpr int heads_at_once = 8;
 inline constexpr int warps = 4;
+inline constexpr int stages = 2;  // tiles of a warp in shared memory
 
 /// The queries of a launch and how their scores are scaled.
 struct SplitQueries {
@@ -23,11 +24,13 @@ struct SplitQueries {
 };
 
 /// Shared memory of a block: tiles, in their place later the results of warps; then the rotated
-/// queries (head, dim). stages: tiles of a warp.
-template <class Tiles, int stages>
+/// queries (head, dim).
+template <class Tiles>
 struct SplitMemory {
+  // Heads of a warp's results begin in different banks.
+  static constexpr int result_stride = Tiles::dim + 8;
   static constexpr int tiles = warps * stages * Tiles::bytes;
-  static constexpr int results = warps * heads_at_once * (Tiles::dim + 2) * 4;
+  static constexpr int results = warps * heads_at_once * (result_stride + 2) * 4;
   static constexpr int queries_at = tiles > results ? tiles : results;
   static constexpr int bytes = queries_at + (Tiles::quantised ? heads_at_once * Tiles::dim * 4 : 0);
 };
@@ -146,16 +149,17 @@ KVZAP_CUDA void store_part(const WarpSums<Tiles>& found, unsigned char* memory, 
                            int first_head, float* partial) {
   constexpr int dim = Tiles::dim;
   const int warp = warp_of_block(), lane = lane_of_warp();
-  auto* const sums = reinterpret_cast<float*>(memory);       // (warp, head, dim)
-  float* const maxima = sums + warps * heads_at_once * dim;  // (warp, head)
-  float* const weights = maxima + warps * heads_at_once;     // (warp, head)
+  constexpr int stride = SplitMemory<Tiles>::result_stride;
+  auto* const sums = reinterpret_cast<float*>(memory);          // (warp, head, stride)
+  float* const maxima = sums + warps * heads_at_once * stride;  // (warp, head)
+  float* const weights = maxima + warps * heads_at_once;        // (warp, head)
   const float weight = sum_of_four(found.weight);
   wait_for_block();  // all tiles are read
   const int g = lane / 4;
   KVZAP_UNROLL
   for (int n = 0; n < dim / 8; ++n) {
     for (int e = 0; e < 2; ++e) {
-      sums[(warp * heads_at_once + g) * dim + Tiles::value_dim(n, e, lane)] =
+      sums[(warp * heads_at_once + g) * stride + Tiles::value_dim(n, e, lane)] =
           found.values[n][e] + found.values[n][2 + e];
     }
   }
@@ -172,7 +176,7 @@ KVZAP_CUDA void store_part(const WarpSums<Tiles>& found, unsigned char* memory, 
     float sum = 0, all_weight = 0;
     for (int w = 0; w < warps; ++w) {
       const float factor = base::math::exp(maxima[w * heads_at_once + head] - shift);
-      sum += factor * sums[(w * heads_at_once + head) * dim + i % dim];
+      sum += factor * sums[(w * heads_at_once + head) * stride + i % dim];
       all_weight += factor * weights[w * heads_at_once + head];
     }
     partial[(first_head + head) * dim + i % dim] = sum;
@@ -184,7 +188,7 @@ KVZAP_CUDA void store_part(const WarpSums<Tiles>& found, unsigned char* memory, 
 }
 
 /// One part and one pass over its query heads: block = (part, pass).
-template <class Tiles, int stages>
+template <class Tiles>
 KVZAP_CUDA_KERNEL(32 * warps, 1)
 attend_parts(KVZAP_CUDA_ARGUMENT SplitSpans spans, KVZAP_CUDA_ARGUMENT Tiles tiles,
              KVZAP_CUDA_ARGUMENT SplitQueries queries) {
@@ -192,7 +196,7 @@ attend_parts(KVZAP_CUDA_ARGUMENT SplitSpans spans, KVZAP_CUDA_ARGUMENT Tiles til
   const int warp = warp_of_block(), lane = lane_of_warp();
   const int rank = block_x() / queries.passes;
   const int first_head = block_x() % queries.passes * heads_at_once;
-  const SplitSpan& span = spans[spans.template span_of<Tiles::quantised>(rank)];
+  const SplitSpan span = spans[spans.template span_of<Tiles::quantised>(rank)];  // in registers
   const PartOfHead part(span, rank, Tiles::quantised);
   if (part.begin >= part.end) return;
   const int head = part.head, group = spans.group;
@@ -205,17 +209,20 @@ attend_parts(KVZAP_CUDA_ARGUMENT SplitSpans spans, KVZAP_CUDA_ARGUMENT Tiles til
     return tiles.find(span, head, part.first_row + row, i < own_tiles && row < part.end);
   };
   unsigned char* const own_memory = memory + warp * stages * Tiles::bytes;
-  auto next = find(0);
-  for (int i = 0; i < stages - 1; ++i) {
-    if (i < own_tiles) tiles.copy(next, own_memory + i * Tiles::bytes, lane);
+  // All places first: to find one takes several loads that wait for each other.
+  typename Tiles::Row places[stages];
+  KVZAP_UNROLL
+  for (int i = 0; i < stages; ++i) places[i] = find(i);
+  KVZAP_UNROLL
+  for (int i = 0; i < stages; ++i) {
+    if (i < own_tiles) tiles.copy(places[i], own_memory + i * Tiles::bytes, lane);
     commit();
-    next = find(i + 1);
   }
   const float* query_row = queries.values + span.query * queries.strides.row +
                            std::int64_t{head * group + first_head} * queries.strides.head;
   Strides strides = queries.strides;
   if constexpr (Tiles::quantised) {
-    auto* const rotated = reinterpret_cast<float*>(memory + SplitMemory<Tiles, stages>::queries_at);
+    auto* const rotated = reinterpret_cast<float*>(memory + SplitMemory<Tiles>::queries_at);
     rotate_queries(query_row, strides, own, Tiles::dim, rotated);
     query_row = rotated;
     strides = {0, Tiles::dim, 1};
@@ -225,19 +232,17 @@ attend_parts(KVZAP_CUDA_ARGUMENT SplitSpans spans, KVZAP_CUDA_ARGUMENT Tiles til
   const float scale = 1.0f / sqrtf(static_cast<float>(Tiles::dim));
   WarpSums<Tiles> found;
   for (int i = 0; i < own_tiles; ++i) {
-    wait<stages - 2>();
+    const typename Tiles::Row next = find(i + stages);
+    wait<stages - 1>();
     wait_for_warp();
-    if (i + stages - 1 < own_tiles) {
-      // Its last reader was the tile before this one.
-      tiles.copy(next, own_memory + (i + stages - 1) % stages * Tiles::bytes, lane);
-    }
-    commit();
-    next = find(i + stages);
     const std::int64_t first = part.begin + (i * warps + warp) * tile_rows;
     const std::int64_t left = part.end - first;
-    found.add_tile(own_memory + i % stages * Tiles::bytes, lane,
-                   static_cast<int>(left < tile_rows ? left : tile_rows), query, scale,
+    unsigned char* const tile = own_memory + i % stages * Tiles::bytes;
+    found.add_tile(tile, lane, static_cast<int>(left < tile_rows ? left : tile_rows), query, scale,
                    queries.soft_cap);
+    wait_for_warp();  // all lanes have read the tile
+    if (i + stages < own_tiles) tiles.copy(next, tile, lane);
+    commit();
   }
   wait<0>();
   store_part(found, memory, own, group, first_head,

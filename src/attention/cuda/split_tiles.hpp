@@ -11,12 +11,12 @@ namespace kvzap::attention::cuda {
 using namespace base::cuda;  // NOLINT(google-build-using-namespace): all of these kernels' words
 
 inline constexpr int tile_rows = 16;
-inline constexpr int pieces = 16;  // bytes of one copy to shared memory
+inline constexpr int piece_bytes = 16;  // of one copy to shared memory
 
 /// Bytes between rows of `bytes` bytes in shared memory: an odd number of pieces, so that eight
 /// rows begin in different banks.
 KOKKOS_INLINE_FUNCTION constexpr int pitch_of(int bytes) {
-  return (bytes / pieces + 1 - bytes / pieces % 2) * pieces;
+  return (bytes / piece_bytes + 1 - bytes / piece_bytes % 2) * piece_bytes;
 }
 
 /// The scores of 16 rows: of lane l for query l / 4 in the first two of four elements, and for the
@@ -55,7 +55,7 @@ struct WideTiles {
   }
 
   KVZAP_CUDA void copy(const Row& row, unsigned char* tile, int lane) const {
-    constexpr int in_row = row_bytes / pieces;
+    constexpr int in_row = row_bytes / piece_bytes;
     if (all_of_warp(row.is_whole)) {
       const std::uint32_t target = shared_address(tile);
       KVZAP_UNROLL
@@ -65,7 +65,7 @@ struct WideTiles {
         const Value* const value = of_lane(row.value, r % tile_rows);
         const bool exists = of_lane(row.exists, r % tile_rows);
         if (tile_rows * in_row % 32 != 0 && r >= tile_rows) continue;
-        const std::uint32_t at = target + r * pitch + piece * pieces;
+        const std::uint32_t at = target + r * pitch + piece * piece_bytes;
         copy16(at, exists ? key + piece * 8 : key, exists);
         copy16(at + tile_rows * pitch, exists ? value + piece * 8 : value, exists);
       }
@@ -94,7 +94,7 @@ struct WideTiles {
   KVZAP_CUDA static void add_scores(const unsigned char* tile, int lane,
                                     const std::uint32_t (&query)[D / 16][4], Scores& scores) {
     const std::uint32_t at =
-        shared_address(tile) + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * pieces;
+        shared_address(tile) + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * piece_bytes;
     KVZAP_UNROLL
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t keys[4];
@@ -109,7 +109,8 @@ struct WideTiles {
   KVZAP_CUDA static void add_values(const unsigned char* tile, int lane, const Weights& weights,
                                     float (&sums)[D / 8][4]) {
     const std::uint32_t at = shared_address(tile) +
-                             (tile_rows + lane / 8 % 2 * 8 + lane % 8) * pitch + lane / 16 * pieces;
+                             (tile_rows + lane / 8 % 2 * 8 + lane % 8) * pitch +
+                             lane / 16 * piece_bytes;
     KVZAP_UNROLL
     for (int step = 0; step < D / 16; ++step) {
       std::uint32_t values[4];
@@ -191,15 +192,15 @@ struct QuantisedTiles {
   template <int row_bytes, int pitch>
   KVZAP_CUDA static void copy_codes(const std::uint8_t* codes, bool is_there, std::uint32_t target,
                                     int lane) {
-    constexpr int in_row = row_bytes / pieces;
+    constexpr int in_row = row_bytes / piece_bytes;
     KVZAP_UNROLL
     for (int first = 0; first < tile_rows * in_row; first += 32) {
       const int i = first + lane, r = i / in_row, piece = i % in_row;
       const std::uint8_t* const source = of_lane(codes, r % tile_rows);
       const bool exists = of_lane(is_there, r % tile_rows);
       if (tile_rows * in_row % 32 != 0 && r >= tile_rows) continue;
-      copy16(target + r * pitch + piece * pieces, exists ? source + piece * pieces : source,
-             exists);
+      copy16(target + r * pitch + piece * piece_bytes,
+             exists ? source + piece * piece_bytes : source, exists);
     }
   }
   KVZAP_CUDA void copy(const Row& row, unsigned char* tile, int lane) const {
@@ -210,7 +211,7 @@ struct QuantisedTiles {
       auto* const factors = reinterpret_cast<float*>(tile + factors_at);
       factors[lane] = row.scales.key;
       factors[tile_rows + lane] = row.scales.value;
-      // Rows of tiny values have no larger weights than this, so that weights stay finite.
+      // At least -30: weights of rows with tiny values are at most e^30.
       factors[2 * tile_rows + lane] = fmaxf(base::math::log(row.scales.value), -30.0f);
     }
   }
@@ -291,9 +292,9 @@ struct QuantisedTiles {
     }
   }
   KVZAP_CUDA static int value_dim(int n, int e, int lane) {
-    const int half_dims = values == RowType::q4 ? D / 2 : D;
-    const int within = n % (half_dims / 8);  // sums of this half
-    return n / (half_dims / 8) * half_dims + within / 4 * 32 + 4 * (2 * (lane % 4) + e) +
+    const int part_dims = values == RowType::q4 ? D / 2 : D;
+    const int within = n % (part_dims / 8);  // sums of this half
+    return n / (part_dims / 8) * part_dims + within / 4 * 32 + 4 * (2 * (lane % 4) + e) +
            within % 4;
   }
 };

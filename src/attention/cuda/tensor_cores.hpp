@@ -13,12 +13,13 @@ namespace kvzap::attention::tensor_cores {
 /// or if the device has too little shared memory.
 bool attend_wide_parts(const ExecutionSpace& exec, const SplitSpans& spans,
                        const CachedLayer& cached, const AttentionCall& call);
-/// Attends the parts of quantised rows. Heads have 64, 128 or 256 dimensions, with 8 bits also 96.
+/// The same for parts of quantised rows. Heads have 64, 128 or 256 dimensions, with 8 bits also 96.
 bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
                             const CachedLayer& cached, const AttentionCall& call);
 
 /// Computes one span of any number of query tokens. Returns false, and does nothing, if it sees
-/// quantised rows or if there is no kernel for the type and size of heads.
+/// quantised rows, if there is no kernel for the type and size of heads or if the device has too
+/// little shared memory.
 bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call);
 
 }  // namespace kvzap::attention::tensor_cores

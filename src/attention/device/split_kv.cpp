@@ -194,7 +194,9 @@ std::size_t SplitKV::scratch_bytes(const AttentionExtents& extents) {
   // Every head of a span gets space for the parts of the span's longest head.
   // Quantised rows and the wide rows after them share no part.
   const int kinds = extents.format.quantised() ? 2 : 1;
-  const std::int64_t longest = parts_bound(extents.longest_single) + kinds - 1;
+  const std::int64_t longest = std::min<std::int64_t>(
+      (extents.longest_single + split_block_rows - 1) / split_block_rows + kinds - 1,
+      kinds * most_parts);
   const std::int64_t head_parts = std::min(
       extents.single_rows / split_block_rows + kinds * extents.spans, extents.spans * longest);
   const std::int64_t all = extents.kv_heads * head_parts * part;

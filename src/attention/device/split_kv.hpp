@@ -25,8 +25,8 @@ class SplitKV {
                   const AttentionCall& call);
 
   /// reserve() allocates scratch space of scratch_bytes(), whatever the lengths of heads: about 64
-  /// MiB, or the need of one span if that is more. One span needs at most 512 bytes x query heads x
-  /// (head_dim + 2).
+  /// MiB, or the need of one span if that is more. One span needs at most 512 bytes (with quantised
+  /// pages 1 KiB) x query heads x (head_dim + 2).
   void reserve(const AttentionExtents& extents);
   static std::size_t scratch_bytes(const AttentionExtents& extents);
 

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <kvzap/core/types.hpp>
 #include <memory>
@@ -21,6 +23,7 @@
 #define KVZAP_CUDA_KERNEL(threads, blocks) void
 #define KVZAP_CUDA_ARGUMENT const
 #define KVZAP_UNROLL
+#define KVZAP_UNROLL_BY_4
 
 namespace kvzap::base::cuda {
 
@@ -75,6 +78,12 @@ struct Block {
 
   Thread& thread() { return threads[current]; }
 };
+
+/// What a device does not do: it stops a test.
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "emulated kernel: %s\n", what);
+  std::abort();
+}
 
 inline Block*& block() {
   static thread_local Block* current = nullptr;
@@ -234,6 +243,9 @@ T of_lane(T value, int lane) {
 inline void set_bits(unsigned* word, unsigned bits) { *word |= bits; }
 
 inline void copy16(std::uint32_t target, const void* source, bool exists) {
+  if (target % 16 != 0 || reinterpret_cast<std::uintptr_t>(source) % 16 != 0) {
+    emulated::fail("a copy of 16 bytes is not aligned");
+  }
   emulated::block()->thread().groups.back().push_back({target, source, exists});
 }
 inline void commit() { emulated::block()->thread().groups.emplace_back(); }
@@ -255,6 +267,7 @@ void wait() {
 
 template <bool transposed>
 void load_matrices(std::uint32_t (&target)[4], std::uint32_t address) {
+  if (address % 16 != 0) emulated::fail("a row of a matrix is not aligned");
   const int lane = lane_of_warp();
   const auto loaded = emulated::exchange(emulated::warp(), lane, address, [&](const auto& of) {
     std::array<std::uint32_t, 4> found{};
@@ -316,8 +329,8 @@ inline std::uint32_t permuted(std::uint32_t low, std::uint32_t high, std::uint32
   std::uint32_t found = 0;
   for (int i = 0; i < 4; ++i) {
     const unsigned which = selector >> (4 * i) & 15u;
-    auto byte = static_cast<std::uint32_t>(all >> (8 * (which & 7u))) & 0xffu;
-    if ((which & 8u) != 0) byte = (byte & 0x80u) != 0 ? 0xffu : 0u;
+    if ((which & 8u) != 0) emulated::fail("a permutation of bytes selects a sign");
+    const auto byte = static_cast<std::uint32_t>(all >> (8 * which)) & 0xffu;
     found |= byte << (8 * i);
   }
   return found;

@@ -8,9 +8,9 @@ namespace kvzap::base::cuda {
 int most_block_memory() {
 #if defined(KOKKOS_ENABLE_CUDA)
   static const int most = [] {
-    int device = 0, major = 0, bytes = 0;
+    const int device = Kokkos::Cuda().cuda_device();
+    int major = 0, bytes = 0;
     const bool is_known =
-        cudaGetDevice(&device) == cudaSuccess &&
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
             cudaSuccess;

@@ -14,6 +14,7 @@
 #define KVZAP_CUDA_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define KVZAP_CUDA_ARGUMENT const __grid_constant__
 #define KVZAP_UNROLL _Pragma("unroll")
+#define KVZAP_UNROLL_BY_4 _Pragma("unroll 4")
 
 namespace kvzap::base::cuda {
 
@@ -141,7 +142,7 @@ KVZAP_CUDA std::uint32_t difference_of_pairs(std::uint32_t a, std::uint32_t b) {
   return *reinterpret_cast<const std::uint32_t*>(&difference);
 }
 
-/// Four of the eight bytes of two words, or a byte's sign: see PTX, prmt.
+/// Four of the eight bytes of two words: the lower 3 bits of each 4 of a selector's name one.
 KVZAP_CUDA std::uint32_t permuted(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
   return __byte_perm(low, high, selector);
 }

@@ -22,15 +22,17 @@ template <class Kernel, class... Arguments>
 void launch(const ExecutionSpace& exec, std::atomic<bool>& is_prepared, Kernel* kernel,
             const LaunchShape& shape, const Arguments&... arguments) {
 #if defined(__CUDACC__)
-  cudaError_t status = cudaSuccess;
-  if (!is_prepared.load(std::memory_order_relaxed)) {
+  // Kokkos does the same before its launches: each thread of the host has a device of its own.
+  cudaError_t status = cudaSetDevice(exec.cuda_device());
+  if (status == cudaSuccess && !is_prepared.load(std::memory_order_relaxed)) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.bytes);
     is_prepared.store(status == cudaSuccess, std::memory_order_relaxed);
   }
   if (status == cudaSuccess) {
     const dim3 blocks(static_cast<unsigned>(shape.blocks_x), static_cast<unsigned>(shape.blocks_y));
-    kernel<<<blocks, shape.threads, shape.bytes, exec.cuda_stream()>>>(arguments...);
-    status = cudaGetLastError();
+    void* passed[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+    status = cudaLaunchKernel(kernel, blocks, dim3(shape.threads), passed, shape.bytes,
+                              exec.cuda_stream());
   }
   if (status != cudaSuccess) {
     throw Error(fmt::format("CUDA: a kernel cannot be launched: {}", cudaGetErrorString(status)));

@@ -13,10 +13,10 @@ using quantised::CodeKind;
 using quantised::Panels;
 using quantised::ScaleKind;
 
-// Warps of a block, which share the inputs of one panel.
-inline constexpr int warps = 4;
-// Groups whose codes a warp loads at once, so that several loads are in flight.
-inline constexpr int groups_at_once = 4;
+// Warps of a block, which share the inputs of its panels.
+inline constexpr int warps = 8;
+// Loads of a warp that are in flight: codes and scales of so many groups of a panel.
+inline constexpr int loads_at_once = 4;
 
 /// y (rows, outputs) = x (rows, inputs) W^T + bias, for the outputs of one section.
 struct QuantisedProduct {
@@ -27,6 +27,11 @@ struct QuantisedProduct {
   float* y;
   std::int64_t y_row_stride, y_stride;
   std::int32_t rows, outputs, inputs;
+  bool has_vectors;  // rows of x begin at multiples of 16 bytes
+};
+
+struct alignas(16) Float4 {
+  float value[4];
 };
 
 /// The codes of a lane for one group of 32 inputs: of outputs l / 4 and l / 4 + 8, inputs 4 (l % 4)
@@ -67,9 +72,9 @@ struct LaneCodes {
         codes |= (upper[i][step] >> (2 * (lane % 4)) & 0x03030303u) << 4;
       }
       // 0x4300 + code is 128 + code in bf16.
-      constexpr std::uint32_t zero = 0x43004300u + quantised::centre(kind) * 0x10001u;
-      pairs[0] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4140), zero);
-      pairs[1] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4342), zero);
+      constexpr std::uint32_t centre = 0x43004300u + quantised::centre(kind) * 0x10001u;
+      pairs[0] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4140), centre);
+      pairs[1] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4342), centre);
     }
   }
 
@@ -98,10 +103,10 @@ struct LaneCodes {
   }
 };
 
-/// A lane's parts of rows of x for one group: of row l / 4 of each tile of 8 rows.
+/// A lane's inputs of one group: of row l / 4 of each tile of 8 rows of x.
 template <int tiles>
 struct LaneInputs {
-  std::uint32_t upper[tiles][2][2], rest[tiles][2][2];  // (tile, step, pair)
+  float values[tiles][2][4];  // (tile, step, input)
 
   KVZAP_CUDA void load(const QuantisedProduct& product, int group, int lane) {
     KVZAP_UNROLL
@@ -111,24 +116,38 @@ struct LaneInputs {
       KVZAP_UNROLL
       for (int step = 0; step < 2; ++step) {
         const int first = 32 * group + 16 * step + 4 * (lane % 4);
-        float values[4] = {0, 0, 0, 0};
-        KVZAP_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          if (row < product.rows && first + e < product.inputs) values[e] = x[first + e];
+        float(&own)[4] = values[n][step];
+        if (product.has_vectors && row < product.rows && first + 4 <= product.inputs) {
+          const Float4 four = *reinterpret_cast<const Float4*>(x + first);
+          KVZAP_UNROLL
+          for (int e = 0; e < 4; ++e) own[e] = four.value[e];
+          continue;
         }
         KVZAP_UNROLL
-        for (int pair = 0; pair < 2; ++pair) {
-          const SplitPair<bfloat16> split(values[2 * pair], values[2 * pair + 1]);
-          upper[n][step][pair] = split.upper;
-          rest[n][step][pair] = split.rest;
+        for (int e = 0; e < 4; ++e) {
+          own[e] = row < product.rows && first + e < product.inputs ? x[first + e] : 0.0f;
         }
       }
     }
   }
-  /// sums += a x of one step.
-  KVZAP_CUDA void add(float (&sums)[4], const std::uint32_t (&a)[4], int n, int step) const {
-    multiply<bfloat16>(sums, a, rest[n][step][0], rest[n][step][1]);
-    multiply<bfloat16>(sums, a, upper[n][step][0], upper[n][step][1]);
+};
+
+/// Inputs of one step of a tile, as two multiplicands.
+struct InputPairs {
+  std::uint32_t upper[2], rest[2];
+
+  KVZAP_CUDA explicit InputPairs(const float (&values)[4]) {
+    KVZAP_UNROLL
+    for (int pair = 0; pair < 2; ++pair) {
+      const SplitPair<bfloat16> split(values[2 * pair], values[2 * pair + 1]);
+      upper[pair] = split.upper;
+      rest[pair] = split.rest;
+    }
+  }
+  /// sums += a x
+  KVZAP_CUDA void add(float (&sums)[4], const std::uint32_t (&a)[4]) const {
+    multiply<bfloat16>(sums, a, rest[0], rest[1]);
+    multiply<bfloat16>(sums, a, upper[0], upper[1]);
   }
 };
 
@@ -142,7 +161,6 @@ template <ScaleKind kind>
 constexpr bool has_minimum = kind == ScaleKind::half_minimum || kind == ScaleKind::half_zero ||
                              kind == ScaleKind::group_minimum;
 
-template <ScaleKind kind>
 KVZAP_CUDA float half_of(const std::uint8_t* scales, int i) {
   half value;
   value.bits = reinterpret_cast<const std::uint16_t*>(scales)[i];
@@ -160,16 +178,16 @@ KVZAP_CUDA GroupScales scales_of(const std::uint8_t* panel, std::int64_t block_i
     const float scale = quantised::half_power(block[output]);
     return {{scale, scale}, 0};
   } else {
-    const float scale = half_of<kind>(block, output);
+    const float scale = half_of(block, output);
     if constexpr (kind == ScaleKind::half_minimum) {
-      return {{scale, scale}, half_of<kind>(block, outputs + output)};
+      return {{scale, scale}, half_of(block, outputs + output)};
     } else if constexpr (kind == ScaleKind::half_zero) {
       return {{scale, scale}, -scale * static_cast<float>(block[2 * outputs + output])};
     } else if constexpr (kind == ScaleKind::group_minimum) {
       const std::uint8_t* const bytes = block + 4 * outputs + own * outputs + output;
       const float of_group = scale * static_cast<float>(bytes[0]);
       return {{of_group, of_group},
-              -half_of<kind>(block, outputs + output) * static_cast<float>(bytes[8 * outputs])};
+              -half_of(block, outputs + output) * static_cast<float>(bytes[8 * outputs])};
     } else if constexpr (kind == ScaleKind::group_of_16) {
       const auto* const bytes =
           reinterpret_cast<const std::int8_t*>(block) + (2 + 2 * own) * outputs + output;
@@ -182,39 +200,48 @@ KVZAP_CUDA GroupScales scales_of(const std::uint8_t* panel, std::int64_t block_i
   }
 }
 
-/// Sums of a lane: (tile, element) as tiles of products have them.
-template <CodeKind codes, ScaleKind scales, int tiles>
-struct PanelSums {
-  float sums[tiles][4] = {};
+/// What a lane loads of a group of a panel, and what it adds.
+template <CodeKind codes, ScaleKind scales>
+struct PanelGroup {
+  LaneCodes<codes> own;
+  GroupScales of[2];  // of the lane's two outputs
 
-  KVZAP_CUDA void add_group(const QuantisedProduct& product, const std::uint8_t* panel, int group,
-                            const LaneCodes<codes>& own, int lane) {
-    LaneInputs<tiles> inputs;
-    inputs.load(product, group, lane);
+  KVZAP_CUDA void load(const Panels& panels, const std::uint8_t* panel, int group, int lane) {
+    own.load(panel + panels.scales_size() + group * quantised::code_bytes(codes), lane);
+    KVZAP_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      of[i] = scales_of<scales>(panel, panels.block, group, lane / 4 + 8 * i);
+    }
+  }
+
+  /// sums: (tile, element) as tiles of products have them.
+  template <int tiles>
+  KVZAP_CUDA void add(const LaneInputs<tiles>& inputs, const std::int8_t* table, int lane,
+                      float (&sums)[tiles][4]) const {
+    constexpr bool has_two = scales == ScaleKind::group_of_16;  // scales, one for each step
     std::uint32_t a[2][4];
     KVZAP_UNROLL
     for (int step = 0; step < 2; ++step) {
       KVZAP_UNROLL
       for (int i = 0; i < 2; ++i) {
         std::uint32_t pairs[2];
-        own.decode(i, step, lane, product.panels.table, pairs);
+        own.decode(i, step, lane, table, pairs);
         a[step][i] = pairs[0];
         a[step][2 + i] = pairs[1];
       }
     }
-    const GroupScales of[2] = {scales_of<scales>(panel, product.panels.block, group, lane / 4),
-                               scales_of<scales>(panel, product.panels.block, group, lane / 4 + 8)};
-    constexpr bool has_two = scales == ScaleKind::group_of_16;
     KVZAP_UNROLL
     for (int n = 0; n < tiles; ++n) {
       float found[2][4] = {};  // of each step, or of both
-      inputs.add(found[0], a[0], n, 0);
-      inputs.add(found[has_two ? 1 : 0], a[1], n, 1);
-      float all[4] = {};  // of the rows of x themselves
-      if constexpr (has_minimum<scales>) {
-        constexpr std::uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
-        inputs.add(all, ones, n, 0);
-        inputs.add(all, ones, n, 1);
+      float all[4] = {};       // of the rows of x themselves
+      KVZAP_UNROLL
+      for (int step = 0; step < 2; ++step) {
+        const InputPairs x(inputs.values[n][step]);
+        x.add(found[has_two ? step : 0], a[step]);
+        if constexpr (has_minimum<scales>) {
+          constexpr std::uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+          x.add(all, ones);
+        }
       }
       KVZAP_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -226,45 +253,78 @@ struct PanelSums {
   }
 };
 
-/// Block = panel; its warps take turns in the groups of inputs. tiles: of 8 rows of x.
-template <CodeKind codes, ScaleKind scales, int tiles>
-KVZAP_CUDA_KERNEL(32 * warps, 1)
-multiply_panel(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
+/// Adds the sums of all warps and writes them. All threads call this.
+template <int tiles>
+KVZAP_CUDA void store_panel(const QuantisedProduct& product, int panel,
+                            const float (&own)[tiles][4]) {
   constexpr int outputs = quantised::panel_outputs;
-  const int lane = lane_of_warp(), warp = warp_of_block(), block = block_x();
-  const std::uint8_t* const panel = product.panels.data + block * product.panels.panel_bytes();
-  const std::uint8_t* const of_groups = panel + product.panels.scales_size();
-  const auto n_groups = static_cast<int>(product.panels.inputs / quantised::group_inputs);
-  PanelSums<codes, scales, tiles> own;
-  for (int first = warp; first < n_groups; first += warps * groups_at_once) {
-    LaneCodes<codes> loaded[groups_at_once];
-    KVZAP_UNROLL
-    for (int i = 0; i < groups_at_once; ++i) {
-      const int group = first + i * warps;
-      if (group < n_groups) loaded[i].load(of_groups + group * quantised::code_bytes(codes), lane);
-    }
-    KVZAP_UNROLL
-    for (int i = 0; i < groups_at_once; ++i) {
-      const int group = first + i * warps;
-      if (group < n_groups) own.add_group(product, panel, group, loaded[i], lane);
-    }
-  }
-  auto* const sums = reinterpret_cast<float*>(block_memory());  // (warp, row of x, output)
+  constexpr int stride = outputs + 4;  // neighbouring rows begin in different banks
+  const int lane = lane_of_warp();
+  auto* const sums = reinterpret_cast<float*>(block_memory());  // (warp, row of x, stride)
   KVZAP_UNROLL
   for (int n = 0; n < tiles; ++n) {
     KVZAP_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int row = 8 * n + 2 * (lane % 4) + i % 2;
-      sums[(warp * 8 * tiles + row) * outputs + lane / 4 + i / 2 * 8] = own.sums[n][i];
+      sums[(warp_of_block() * 8 * tiles + row) * stride + lane / 4 + i / 2 * 8] = own[n][i];
     }
   }
   wait_for_block();
   for (int i = thread_of_block(); i < product.rows * outputs; i += 32 * warps) {
-    const int row = i / outputs, output = block * outputs + i % outputs;
+    const int row = i / outputs, output = panel * outputs + i % outputs;
     if (output >= product.outputs) continue;
     float sum = product.bias ? product.bias[output] : 0.0f;
-    for (int w = 0; w < warps; ++w) sum += sums[w * 8 * tiles * outputs + i];
+    for (int w = 0; w < warps; ++w) sum += sums[(w * 8 * tiles + row) * stride + i % outputs];
     product.y[row * product.y_row_stride + output * product.y_stride] = sum;
+  }
+  wait_for_block();
+}
+
+/// Shared memory of a block.
+constexpr int panel_memory(int tiles) {
+  return warps * 8 * tiles * (quantised::panel_outputs + 4) * static_cast<int>(sizeof(float));
+}
+
+/// Block = `panels` panels, whose inputs are read once; its warps take turns in the groups of
+/// inputs. tiles: of 8 rows of x.
+template <CodeKind codes, ScaleKind scales, int tiles, int panels>
+KVZAP_CUDA_KERNEL(32 * warps, 1)
+multiply_panels(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
+  constexpr int groups_at_once = loads_at_once / panels;
+  const int lane = lane_of_warp(), first_panel = block_x() * panels;
+  const auto n_groups = static_cast<int>(product.panels.inputs / quantised::group_inputs);
+  const auto n_panels = (product.outputs + quantised::panel_outputs - 1) / quantised::panel_outputs;
+  const auto panel_at = [&](int p) {
+    // The last block may repeat a panel, whose sums it does not write.
+    const int panel = first_panel + p < n_panels ? first_panel + p : n_panels - 1;
+    return product.panels.data + panel * product.panels.panel_bytes();
+  };
+  float sums[panels][tiles][4] = {};
+  for (int first = warp_of_block(); first < n_groups; first += warps * groups_at_once) {
+    PanelGroup<codes, scales> loaded[groups_at_once][panels];
+    LaneInputs<tiles> inputs[groups_at_once];
+    KVZAP_UNROLL
+    for (int i = 0; i < groups_at_once; ++i) {
+      const int group = first + i * warps;
+      if (group >= n_groups) continue;
+      KVZAP_UNROLL
+      for (int p = 0; p < panels; ++p) {
+        loaded[i][p].load(product.panels, panel_at(p), group, lane);
+      }
+      inputs[i].load(product, group, lane);
+    }
+    KVZAP_UNROLL
+    for (int i = 0; i < groups_at_once; ++i) {
+      if (first + i * warps >= n_groups) continue;
+      KVZAP_UNROLL
+      for (int p = 0; p < panels; ++p) {
+        loaded[i][p].add(inputs[i], product.panels.table, lane, sums[p]);
+      }
+    }
+  }
+  KVZAP_UNROLL
+  for (int p = 0; p < panels; ++p) {
+    if (first_panel + p < n_panels) store_panel(product, first_panel + p, sums[p]);
   }
 }
 

@@ -6,20 +6,30 @@
 namespace kvzap::linalg::tensor_cores {
 namespace {
 
-template <cuda::CodeKind codes, cuda::ScaleKind scales, int tiles>
+// Panels that fill a GPU even if a block takes several.
+constexpr int many_panels = 1024;
+
+template <cuda::CodeKind codes, cuda::ScaleKind scales, int tiles, int panels>
 void launch_panels(const ExecutionSpace& exec, const cuda::QuantisedProduct& product) {
   static std::atomic<bool> is_prepared{false};
-  constexpr int outputs = quantised::panel_outputs;
-  constexpr int bytes = cuda::warps * 8 * tiles * outputs * static_cast<int>(sizeof(float));
-  base::cuda::launch(exec, is_prepared, cuda::multiply_panel<codes, scales, tiles>,
-                     {(product.outputs + outputs - 1) / outputs, 1, 32 * cuda::warps, bytes},
-                     product);
+  constexpr int outputs = quantised::panel_outputs * panels;
+  base::cuda::launch(
+      exec, is_prepared, cuda::multiply_panels<codes, scales, tiles, panels>,
+      {(product.outputs + outputs - 1) / outputs, 1, 32 * cuda::warps, cuda::panel_memory(tiles)},
+      product);
 }
 
+// A block reads all of x: with many rows of it and many outputs, one block takes more of these.
 template <cuda::CodeKind codes, cuda::ScaleKind scales>
 void launch_rows(const ExecutionSpace& exec, const cuda::QuantisedProduct& product) {
-  if (product.rows <= 8) return launch_panels<codes, scales, 1>(exec, product);
-  launch_panels<codes, scales, 2>(exec, product);
+  const bool has_many =
+      product.rows > 2 && product.outputs >= many_panels * quantised::panel_outputs;
+  if (product.rows <= 8) {
+    if (has_many) return launch_panels<codes, scales, 1, 4>(exec, product);
+    return launch_panels<codes, scales, 1, 1>(exec, product);
+  }
+  if (has_many) return launch_panels<codes, scales, 2, 4>(exec, product);
+  launch_panels<codes, scales, 2, 1>(exec, product);
 }
 
 // The pairs of kinds that formats have.
@@ -70,6 +80,8 @@ bool multiply_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
     product.rows = static_cast<std::int32_t>(x.extent(0));
     product.outputs = static_cast<std::int32_t>(section.outputs);
     product.inputs = static_cast<std::int32_t>(x.extent(1));
+    product.has_vectors = reinterpret_cast<std::uintptr_t>(x.data()) % sizeof(cuda::Float4) == 0 &&
+                          product.x_stride * sizeof(float) % sizeof(cuda::Float4) == 0;
     if (product.outputs == 0) continue;
     if (!launch_kinds(exec, product)) {
       throw Error("quantised weights: no kernel for this pair of codes and scales");

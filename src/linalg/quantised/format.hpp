@@ -137,7 +137,7 @@ struct Panels {
   std::int64_t block = 0;   // values of a block
   CodeKind codes = {};
   ScaleKind scales = {};
-  std::int8_t table[16] = {};
+  alignas(16) std::int8_t table[16] = {};  // kernels read words of it
 
   KOKKOS_INLINE_FUNCTION std::int64_t scales_size() const {
     return (inputs / block * scale_bytes(scales) + quad_bytes - 1) / quad_bytes * quad_bytes;

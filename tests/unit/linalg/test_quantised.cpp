@@ -630,6 +630,17 @@ TEST_F(QuantisedMap, DeviceKernels) {
   base::machine().set_device(was_device);
 }
 
+// So many outputs that a block takes several panels, the last block fewer.
+TEST_F(QuantisedMap, ManyOutputsByTensorCores) {
+  if (!base::cuda::has_tensor_cores()) GTEST_SKIP() << "the machine has none";
+  std::mt19937 random(13);
+  const Weights weights({{"Q4_1", 16 * 1025 + 3, 96, random}}, {{0, 96}});
+  const bool was_device = base::machine().on_device();
+  base::machine().set_device(true);
+  for (const std::int64_t rows : {2, 3, 12}) check<bfloat16>(weights, rows, true, random);
+  base::machine().set_device(was_device);
+}
+
 TEST_F(QuantisedMap, NoNumberSpreadsToItsRowAlone) {
   const Levels levels;
   std::mt19937 random(7);

@@ -31,10 +31,10 @@ ConstMatrix spread_inputs(const ConstMatrix& x, const quantised::Matrix& weights
   return spread;
 }
 
-/// The same by kernels of a device.
+/// The same by kernels of a device; x stays where it is if its rows are vectors.
 ConstMatrix spread_on_device(const ExecutionSpace& exec, const ConstMatrix& x,
                              const quantised::Matrix& weights, Vector& scratch) {
-  if (weights.is_in_order()) return x;
+  if (weights.is_in_order() && tensor_cores::has_vectors(x)) return x;
   const std::int64_t padded = weights.padded_inputs();
   const auto rows = static_cast<std::int64_t>(x.extent(0));
   const auto columns = static_cast<std::int64_t>(x.extent(1));

@@ -133,31 +133,25 @@ struct Levels8 {
   }
 };
 
-/// The levels of eight codes of 4 bits as pairs of half: of the lower codes of bytes 0 and 1, 2 and
+/// The levels of eight codes of 4 bits as pairs of half: of the lower codes of bytes 0 and 2, 1 and
 /// 3, and of the upper codes of these.
 struct Levels4 {
   std::uint32_t pair[4];
   KVZAP_CUDA explicit Levels4(std::uint32_t codes) {
     // The levels below 0 are those above, in reverse.
     const std::uint32_t negative = ~codes & 0x88888888u;
-    const std::uint32_t magnitudes = (codes ^ (negative - (negative >> 3))) & 0x77777777u;
+    const std::uint32_t sizes = (codes ^ (negative - (negative >> 3))) & 0x77777777u;
+    const std::uint32_t even = permuted(sizes, 0, 0x3120);  // bytes 0, 2, 1, 3
     // The lower and the upper bytes of 6, 18, 31, 44, 58, 75, 96 and 127 in half.
-    const std::uint32_t low0 = permuted(0x80c08000u, 0xf000b040u, magnitudes);
-    const std::uint32_t low1 = permuted(0x80c08000u, 0xf000b040u, magnitudes >> 16);
-    const std::uint32_t high0 = permuted(0x514f4c46u, 0x57565453u, magnitudes);
-    const std::uint32_t high1 = permuted(0x514f4c46u, 0x57565453u, magnitudes >> 16);
-    // Codes 0 … 3 are those of bytes 0 and 1: lower, upper, lower, upper.
-    const std::uint32_t code02 = permuted(low0, high0, 0x6240);
-    const std::uint32_t code13 = permuted(low0, high0, 0x7351);
-    const std::uint32_t code46 = permuted(low1, high1, 0x6240);
-    const std::uint32_t code57 = permuted(low1, high1, 0x7351);
-    // Moves the signs of two codes to the upper bits of a pair. (The product's other terms stay
-    // below them.)
-    pair[0] = code02 ^ (((negative & 0x0808u) * 0x101000u) & 0x80008000u);
-    pair[2] = code13 ^ (((negative & 0x8080u) * 0x10100u) & 0x80008000u);
-    const std::uint32_t later = negative >> 16;
-    pair[1] = code46 ^ (((later & 0x0808u) * 0x101000u) & 0x80008000u);
-    pair[3] = code57 ^ (((later & 0x8080u) * 0x10100u) & 0x80008000u);
+    const std::uint32_t low02 = permuted(0x80c08000u, 0xf000b040u, even & 0xffffu);
+    const std::uint32_t low13 = permuted(0x80c08000u, 0xf000b040u, even >> 16);
+    const std::uint32_t high02 = permuted(0x514f4c46u, 0x57565453u, even & 0xffffu);
+    const std::uint32_t high13 = permuted(0x514f4c46u, 0x57565453u, even >> 16);
+    // In negative, the signs of a pair are 16 bits apart, as a pair needs them.
+    pair[0] = permuted(low02, high02, 0x6240) ^ ((negative << 12) & 0x80008000u);
+    pair[1] = permuted(low13, high13, 0x6240) ^ ((negative << 4) & 0x80008000u);
+    pair[2] = permuted(low02, high02, 0x7351) ^ ((negative << 8) & 0x80008000u);
+    pair[3] = permuted(low13, high13, 0x7351) ^ (negative & 0x80008000u);
   }
 };
 
@@ -218,7 +212,7 @@ struct QuantisedTiles {
 
   /// A word of codes has 4 dimensions, or 4 of the lower half and 4 of the upper half.
   KVZAP_CUDA static int query_dim(int step, int pair, int e, int lane) {
-    return 16 * step + 4 * (lane % 4) + 2 * pair + e;
+    return 16 * step + 4 * (lane % 4) + (keys == RowType::q8 ? 2 * pair + e : pair + 2 * e);
   }
   KVZAP_CUDA static void add_scores(const unsigned char* tile, int lane,
                                     const std::uint32_t (&query)[D / 16][4], Scores& scores) {
@@ -265,12 +259,15 @@ struct QuantisedTiles {
         codes[r] = *reinterpret_cast<const std::uint32_t*>(row + (r / 2 * 8 + r % 2) * value_pitch +
                                                            word * 32);
       }
-      // Pairs of rows, of dimensions 0 and 1, then of 2 and 3.
-      const std::uint32_t first[2] = {permuted(codes[0], codes[1], 0x5140),
-                                      permuted(codes[2], codes[3], 0x5140)};
-      const std::uint32_t second[2] = {permuted(codes[0], codes[1], 0x7362),
-                                       permuted(codes[2], codes[3], 0x7362)};
-      if constexpr (values == RowType::q8) {
+      // Bytes of pairs of rows, of dimensions 0 and 1, then of 2 and 3, as levels pair them.
+      constexpr bool is_q8 = values == RowType::q8;
+      constexpr std::uint32_t of_first = is_q8 ? 0x5140u : 0x5410u;
+      constexpr std::uint32_t of_second = is_q8 ? 0x7362u : 0x7632u;
+      const std::uint32_t first[2] = {permuted(codes[0], codes[1], of_first),
+                                      permuted(codes[2], codes[3], of_first)};
+      const std::uint32_t second[2] = {permuted(codes[0], codes[1], of_second),
+                                       permuted(codes[2], codes[3], of_second)};
+      if constexpr (is_q8) {
         const Levels8 a(first[0]), b(first[1]), c(second[0]), d(second[1]);
         KVZAP_UNROLL
         for (int i = 0; i < 2; ++i) {

@@ -3,6 +3,8 @@
 
 namespace kvzap::linalg::tensor_cores {
 
+bool has_vectors(const ConstMatrix&) { return false; }
+
 bool multiply_quantised(const ExecutionSpace&, const ConstMatrix&, const quantised::Matrix&,
                         const ConstVector&, const Matrix&) {
   return false;

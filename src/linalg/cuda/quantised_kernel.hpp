@@ -21,13 +21,14 @@ inline constexpr int loads_at_once = 4;
 /// y (rows, outputs) = x (rows, inputs) W^T + bias, for the outputs of one section.
 struct QuantisedProduct {
   Panels panels;
+  // A row's inputs lie one after the other, are a multiple of 4 and begin at a multiple of 16
+  // bytes.
   const float* x;
-  std::int64_t x_stride;  // of rows; a row's inputs lie one after the other
+  std::int64_t x_stride;  // of rows
   const float* bias;      // null: none
   float* y;
   std::int64_t y_row_stride, y_stride;
   std::int32_t rows, outputs, inputs;
-  bool has_vectors;  // rows of x begin at multiples of 16 bytes
 };
 
 struct alignas(16) Float4 {
@@ -106,7 +107,7 @@ struct LaneCodes {
 /// A lane's inputs of one group: of row l / 4 of each tile of 8 rows of x.
 template <int tiles>
 struct LaneInputs {
-  float values[tiles][2][4];  // (tile, step, input)
+  Float4 values[tiles][2];  // (tile, step)
 
   KVZAP_CUDA void load(const QuantisedProduct& product, int group, int lane) {
     KVZAP_UNROLL
@@ -116,17 +117,9 @@ struct LaneInputs {
       KVZAP_UNROLL
       for (int step = 0; step < 2; ++step) {
         const int first = 32 * group + 16 * step + 4 * (lane % 4);
-        float(&own)[4] = values[n][step];
-        if (product.has_vectors && row < product.rows && first + 4 <= product.inputs) {
-          const Float4 four = *reinterpret_cast<const Float4*>(x + first);
-          KVZAP_UNROLL
-          for (int e = 0; e < 4; ++e) own[e] = four.value[e];
-          continue;
-        }
-        KVZAP_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          own[e] = row < product.rows && first + e < product.inputs ? x[first + e] : 0.0f;
-        }
+        values[n][step] = row < product.rows && first < product.inputs
+                              ? *reinterpret_cast<const Float4*>(x + first)
+                              : Float4{{0, 0, 0, 0}};
       }
     }
   }
@@ -136,10 +129,10 @@ struct LaneInputs {
 struct InputPairs {
   std::uint32_t upper[2], rest[2];
 
-  KVZAP_CUDA explicit InputPairs(const float (&values)[4]) {
+  KVZAP_CUDA explicit InputPairs(const Float4& inputs) {
     KVZAP_UNROLL
     for (int pair = 0; pair < 2; ++pair) {
-      const SplitPair<bfloat16> split(values[2 * pair], values[2 * pair + 1]);
+      const SplitPair<bfloat16, false> split(inputs.value[2 * pair], inputs.value[2 * pair + 1]);
       upper[pair] = split.upper;
       rest[pair] = split.rest;
     }
@@ -161,18 +154,20 @@ template <ScaleKind kind>
 constexpr bool has_minimum = kind == ScaleKind::half_minimum || kind == ScaleKind::half_zero ||
                              kind == ScaleKind::group_minimum;
 
+/// Groups of a block: formats with two levels of scales have blocks of 256 inputs.
+KOKKOS_INLINE_FUNCTION constexpr int groups_of_block(ScaleKind kind) {
+  return kind == ScaleKind::group_minimum || kind == ScaleKind::group_of_16 ? 8 : 1;
+}
+
 KVZAP_CUDA float half_of(const std::uint8_t* scales, int i) {
-  half value;
-  value.bits = reinterpret_cast<const std::uint16_t*>(scales)[i];
-  return static_cast<float>(value);
+  return floats_of<half>(reinterpret_cast<const std::uint16_t*>(scales)[i]).lower;
 }
 
 template <ScaleKind kind>
-KVZAP_CUDA GroupScales scales_of(const std::uint8_t* panel, std::int64_t block_inputs, int group,
-                                 int output) {
-  constexpr int outputs = quantised::panel_outputs;
-  const int groups = static_cast<int>(block_inputs) / quantised::group_inputs;  // of a block
-  const std::uint8_t* const block = panel + group / groups * quantised::scale_bytes(kind);
+KVZAP_CUDA GroupScales scales_of(const std::uint8_t* panel, int group, int output) {
+  constexpr int outputs = quantised::panel_outputs, groups = groups_of_block(kind);
+  constexpr auto bytes_of_block = static_cast<int>(quantised::scale_bytes(kind));
+  const std::uint8_t* const block = panel + group / groups * bytes_of_block;
   const int own = group % groups;
   if constexpr (kind == ScaleKind::exponent) {
     const float scale = quantised::half_power(block[output]);
@@ -206,11 +201,13 @@ struct PanelGroup {
   LaneCodes<codes> own;
   GroupScales of[2];  // of the lane's two outputs
 
-  KVZAP_CUDA void load(const Panels& panels, const std::uint8_t* panel, int group, int lane) {
-    own.load(panel + panels.scales_size() + group * quantised::code_bytes(codes), lane);
+  /// scales_size: the bytes of the panel before its codes.
+  KVZAP_CUDA void load(const std::uint8_t* panel, int scales_size, int group, int lane) {
+    constexpr auto bytes_of_group = static_cast<int>(quantised::code_bytes(codes));
+    own.load(panel + scales_size + group * bytes_of_group, lane);
     KVZAP_UNROLL
     for (int i = 0; i < 2; ++i) {
-      of[i] = scales_of<scales>(panel, panels.block, group, lane / 4 + 8 * i);
+      of[i] = scales_of<scales>(panel, group, lane / 4 + 8 * i);
     }
   }
 
@@ -294,11 +291,14 @@ multiply_panels(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
   const int lane = lane_of_warp(), first_panel = block_x() * panels;
   const auto n_groups = static_cast<int>(product.panels.inputs / quantised::group_inputs);
   const auto n_panels = (product.outputs + quantised::panel_outputs - 1) / quantised::panel_outputs;
-  const auto panel_at = [&](int p) {
+  const auto scales_size = static_cast<int>(product.panels.scales_size());
+  const std::uint8_t* data[panels];
+  KVZAP_UNROLL
+  for (int p = 0; p < panels; ++p) {
     // The last block may repeat a panel, whose sums it does not write.
     const int panel = first_panel + p < n_panels ? first_panel + p : n_panels - 1;
-    return product.panels.data + panel * product.panels.panel_bytes();
-  };
+    data[p] = product.panels.data + panel * product.panels.panel_bytes();
+  }
   float sums[panels][tiles][4] = {};
   for (int first = warp_of_block(); first < n_groups; first += warps * groups_at_once) {
     PanelGroup<codes, scales> loaded[groups_at_once][panels];
@@ -309,7 +309,7 @@ multiply_panels(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
       if (group >= n_groups) continue;
       KVZAP_UNROLL
       for (int p = 0; p < panels; ++p) {
-        loaded[i][p].load(product.panels, panel_at(p), group, lane);
+        loaded[i][p].load(data[p], scales_size, group, lane);
       }
       inputs[i].load(product, group, lane);
     }

@@ -56,6 +56,8 @@ bool launch_kinds(const ExecutionSpace& exec, const cuda::QuantisedProduct& prod
       {C::nibbles, S::half_zero, launch_rows<C::nibbles, S::half_zero>}};
   for (const Kinds& kinds : all) {
     if (kinds.codes != product.panels.codes || kinds.scales != product.panels.scales) continue;
+    if (product.panels.block != quantised::group_inputs * cuda::groups_of_block(kinds.scales))
+      break;
     kinds.launch(exec, product);
     return true;
   }
@@ -64,10 +66,16 @@ bool launch_kinds(const ExecutionSpace& exec, const cuda::QuantisedProduct& prod
 
 }  // namespace
 
+bool has_vectors(const ConstMatrix& x) {
+  constexpr std::size_t width = sizeof(cuda::Float4) / sizeof(float);
+  return reinterpret_cast<std::uintptr_t>(x.data()) % sizeof(cuda::Float4) == 0 &&
+         x.stride(0) % width == 0 && x.extent(1) % width == 0;
+}
+
 bool multiply_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
                         const quantised::Matrix& weights, const ConstVector& bias,
                         const Matrix& y) {
-  if (weights.has_floats() || x.extent(0) > most_rows) return false;
+  if (weights.has_floats() || x.extent(0) > most_rows || !has_vectors(x)) return false;
   for (const quantised::Section& section : weights.sections()) {
     cuda::QuantisedProduct product{};
     product.panels = section.panels;
@@ -80,8 +88,6 @@ bool multiply_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
     product.rows = static_cast<std::int32_t>(x.extent(0));
     product.outputs = static_cast<std::int32_t>(section.outputs);
     product.inputs = static_cast<std::int32_t>(x.extent(1));
-    product.has_vectors = reinterpret_cast<std::uintptr_t>(x.data()) % sizeof(cuda::Float4) == 0 &&
-                          product.x_stride * sizeof(float) % sizeof(cuda::Float4) == 0;
     if (product.outputs == 0) continue;
     if (!launch_kinds(exec, product)) {
       throw Error("quantised weights: no kernel for this pair of codes and scales");

@@ -10,9 +10,14 @@ namespace kvzap::linalg::tensor_cores {
 /// Rows of x that a product takes.
 inline constexpr std::int64_t most_rows = 16;
 
-/// y (rows, outputs) = x (rows, inputs) W^T + bias, for 1 to most_rows rows whose inputs lie one
-/// after the other in the order of panels. x is used as sums of two bf16, within 2^-17 of it; sums
-/// are float. Returns false, and does nothing, if codes are floats. Does not wait.
+/// Whether rows of x can be read in vectors of 16 bytes: they begin at multiples of 16 bytes and
+/// have a multiple of 4 inputs.
+bool has_vectors(const ConstMatrix& x);
+
+/// y (rows, outputs) = x (rows, inputs) W^T + bias, for 1 to most_rows rows of vectors whose inputs
+/// have the order of panels. x is used as sums of two bf16, within 2^-17 of it; an infinite one may
+/// give NaN. Sums are float. Returns false, and does nothing, if codes are floats or if x has other
+/// rows. Does not wait.
 bool multiply_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
                         const quantised::Matrix& weights, const ConstVector& bias, const Matrix& y);
 

@@ -98,6 +98,7 @@ void declare_model_and_tests(CLI::App& app, BenchOptions& o) {
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
   declare_kv_type(app, o.kv_type, model);
+  declare_read_pages(app, o.read_pages, model);
   app.add_option("--layers", o.layers, "use only the first INT layers; default: all")->group(model);
   declare_weights(app, o.weights, model);
   declare_random_weights(app, o.random_weights,
@@ -154,9 +155,7 @@ void declare_pruning_and_output(CLI::App& app, BenchOptions& o) {
   app.add_option("--chunk", o.chunk, "tokens of a chunk in sparse prefill; at least 1")
       ->capture_default_str()
       ->group(pruning);
-  app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
-      ->capture_default_str()
-      ->group(pruning);
+  declare_page_rows(app, o.page_rows, pruning);
   declare_balance(app, o.balance, pruning);
 
   const auto measurement = "Measurement";
@@ -250,6 +249,7 @@ std::vector<BenchTest> tests_of(const BenchOptions& o) {
   check_page_rows(o.page_rows);
   check_balance(o.balance);
   page_format(o.kv_type, o.dtype);
+  read_pages(o.read_pages);
   require(o.repetitions >= 1 && o.repetitions <= 1'000'000,
           fmt::format("-r is {}; expected 1 to 1000000", o.repetitions));
   const bool has_surrogate = !o.surrogate.empty();

@@ -22,6 +22,7 @@ struct BenchOptions {
   std::optional<double> threshold;
   std::string dtype = "bf16";
   std::string kv_type;  // empty: as dtype
+  std::string read_pages = "all";
   std::string weights = "stored";
   std::optional<std::uint64_t> random_weights;
   std::optional<std::int64_t> threads;

@@ -51,6 +51,13 @@ void check_balance(double balance) {
           fmt::format("--balance is {}; expected 0 to 1000", balance));
 }
 
+void declare_page_rows(CLI::App& app, int& page_rows, const std::string& group) {
+  app.add_option("--page-rows", page_rows, "rows of a cache page; 1 to 1048576")
+      ->capture_default_str()
+      ->check(may_change())
+      ->group(group);
+}
+
 void check_page_rows(int page_rows) {
   require(page_rows >= 1 && page_rows <= (1 << 20),
           fmt::format("--page-rows is {}; expected 1 to {}", page_rows, 1 << 20));
@@ -74,6 +81,25 @@ PageFormat page_format(const std::string& kv_type, const std::string& dtype) {
     const std::string near = files::lower_case(kv_type).substr(0, 2);
     throw Error(fmt::format("--kv-type: {}{}", error.what(),
                             near == "q8" || near == "q4" ? "; did you mean " + near + "?" : ""));
+  }
+}
+
+void declare_read_pages(CLI::App& app, std::string& text, const std::string& group) {
+  app.add_option("--read-pages", text,
+                 "while decoding, read only the pages of each KV head that can have the largest "
+                 "scores: a number of pages, or a share of them with a point, such as 0.25; the "
+                 "newest rows are always read, and no pair is evicted; all: every page")
+      ->type_name("PAGES")
+      ->capture_default_str()
+      ->check(may_change())
+      ->group(group);
+}
+
+ReadPages read_pages(const std::string& text) {
+  try {
+    return read_pages_from_name(text);
+  } catch (const Error& error) {
+    throw Error(fmt::format("--read-pages {}", error.what()));
   }
 }
 
@@ -343,6 +369,7 @@ void declare_model(CLI::App& app, EngineOptions& o) {
       ->group(model);
   declare_dtype(app, o.dtype, "value type of weights and cache", model);
   declare_kv_type(app, o.kv_type, model);
+  declare_read_pages(app, o.read_pages, model);
   declare_weights(app, o.weights, model);
   declare_random_weights(app, o.random_weights,
                          "generate random weights from this seed; with --token-ids, or with -c and "
@@ -430,10 +457,7 @@ void declare_pruning(CLI::App& app, EngineOptions& o) {
   app.add_option("--chunk", o.pruning.chunk, "tokens of a chunk in sparse prefill; at least 1")
       ->capture_default_str()
       ->group(pruning);
-  app.add_option("--page-rows", o.page_rows, "rows of a cache page; 1 to 1048576")
-      ->capture_default_str()
-      ->check(may_change())
-      ->group(pruning);
+  declare_page_rows(app, o.page_rows, pruning);
 }
 
 void declare_console(CLI::App& app, EngineOptions& o) {
@@ -566,6 +590,7 @@ void validate(const EngineOptions& o, const PruningUse& use) {
   check_page_rows(o.page_rows);
   check_balance(o.balance);
   page_format(o.kv_type, o.dtype);
+  read_pages(o.read_pages);
   require(!o.max_context || *o.max_context >= 1,
           fmt::format("-c is {}; expected at least 1; without it: the model's",
                       o.max_context.value_or(0)));

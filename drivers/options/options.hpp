@@ -32,6 +32,7 @@ struct EngineOptions {
   std::string model;
   std::string dtype = "bf16";
   std::string kv_type;  // empty: as dtype
+  std::string read_pages = "all";
   std::string placement;
   double balance = default_balance;
   std::optional<std::int64_t> threads;  // absent: the cores that this rank may use
@@ -102,7 +103,8 @@ std::string not_negative(const std::string& text);
 void declare_seed(CLI::App& app, const std::function<void(std::optional<std::uint64_t>)>& set,
                   const std::string& usual, const std::string& help, const std::string& group);
 
-/// Throws Error that names the flag.
+/// Declares --page-rows, and throws Error for a value out of range.
+void declare_page_rows(CLI::App& app, int& page_rows, const std::string& group);
 void check_page_rows(int page_rows);
 /// Declares --balance, and throws Error for a value out of range.
 void declare_balance(CLI::App& app, double& balance, const char* group);
@@ -117,6 +119,10 @@ PageFormat page_format(const std::string& kv_type, const std::string& dtype);
 std::string kv_type_name(const std::string& kv_type, const std::string& dtype);
 
 /// Declares options of several commands: --dtype (f32, bf16, f16), --weights, --random-weights.
+/// Declares --read-pages.
+void declare_read_pages(CLI::App& app, std::string& text, const std::string& group);
+/// Returns what --read-pages says. Throws Error for a text that says nothing.
+ReadPages read_pages(const std::string& text);
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
 void declare_weights(CLI::App& app, std::string& weights, const std::string& group);

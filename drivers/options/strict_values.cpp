@@ -91,15 +91,16 @@ enum class ValueType { text, whole, unsigned_whole, real, score, tokens, seed };
 
 ValueType type_of(const CLI::Option& option) {
   static const std::map<std::string, ValueType> types = {
-      {"TEXT", ValueType::text},   {"DIR", ValueType::text},
-      {"FILE", ValueType::text},   {"DECK", ValueType::text},
-      {"MODEL", ValueType::text},  {"NAME", ValueType::text},
-      {"TYPE", ValueType::text},   {"POLICY", ValueType::text},
-      {"LIST", ValueType::text},   {"SIZE", ValueType::text},
-      {"INT", ValueType::whole},   {"LEVEL", ValueType::whole},
-      {"FLOAT", ValueType::real},  {"FACTOR", ValueType::real},
-      {"SEED", ValueType::seed},   {"UINT", ValueType::unsigned_whole},
-      {"SCORE", ValueType::score}, {"TOKENS", ValueType::tokens}};
+      {"TEXT", ValueType::text},           {"DIR", ValueType::text},
+      {"FILE", ValueType::text},           {"DECK", ValueType::text},
+      {"MODEL", ValueType::text},          {"NAME", ValueType::text},
+      {"TYPE", ValueType::text},           {"POLICY", ValueType::text},
+      {"LIST", ValueType::text},           {"SIZE", ValueType::text},
+      {"PAGES", ValueType::text},          {"INT", ValueType::whole},
+      {"LEVEL", ValueType::whole},         {"FLOAT", ValueType::real},
+      {"FACTOR", ValueType::real},         {"SEED", ValueType::seed},
+      {"UINT", ValueType::unsigned_whole}, {"SCORE", ValueType::score},
+      {"TOKENS", ValueType::tokens}};
   // Text from validators follows the type's name.
   const std::string type = option.get_type_name();
   if (type.find('{') != std::string::npos) return ValueType::text;  // one of several names

@@ -25,7 +25,11 @@ std::optional<std::string> text_of(const toml::node& node) {
   if (const auto* text = node.as_string()) return text->get();
   if (const auto* flag = node.as_boolean()) return flag->get() ? "true" : "false";
   if (const auto* integer = node.as_integer()) return fmt::format("{}", integer->get());
-  if (const auto* number = node.as_floating_point()) return fmt::format("{}", number->get());
+  if (const auto* number = node.as_floating_point()) {
+    // A whole number keeps its point: --read-pages 1.0 is not 1.
+    const std::string text = fmt::format("{}", number->get());
+    return text.find_first_not_of("-0123456789") == std::string::npos ? text + ".0" : text;
+  }
   return std::nullopt;
 }
 

@@ -16,6 +16,7 @@
 #include <kvzap/core/page_pool.hpp>
 #include <kvzap/core/quantised_rows.hpp>
 #include <kvzap/core/ragged_layer.hpp>
+#include <kvzap/core/read_pages.hpp>
 #include <kvzap/core/score.hpp>
 #include <kvzap/core/selection.hpp>
 #include <kvzap/core/threads.hpp>

@@ -219,6 +219,8 @@ class LLM:
         calls in the same order, and rank 0 has the texts. None: this process alone
     lookup: check up to this many guessed tokens with each new one, which followed the same tokens earlier (prompt
         lookup decoding); answers stay the same, and those that quote the prompt come faster. 0 to 32; 0: no guesses
+    read_pages: pages of the cache that a decode step reads of each KV head, those that can have the largest scores: a
+        number, a share of them as a float above 0 and at most 1, or "all". No pair is evicted
     sampling: temperature (0: greedy), top_k, top_p, min_p, seed (-1: a random one), presence_penalty,
         frequency_penalty, repeat_last_n
 
@@ -230,10 +232,11 @@ class LLM:
                  weights: str = "stored", threads: int = 0, max_context: int = 0, chat_template: bool = True,
                  thinking: bool = False, system: str | None = None,
                  progress: Callable[[str, int, int], object] | None = None, comm: Any = None,
-                 kv_type: str | None = None, lookup: int = 0, **sampling: float) -> None:
+                 kv_type: str | None = None, lookup: int = 0, read_pages: float | str = "all",
+                 **sampling: float) -> None:
         self._comm = comm
         self._llm = _kvzap._LLM(path(model, "model"), pruning, dtype, weights, threads, max_context, chat_template, thinking,
-                                system, progress, comm, kv_type, lookup, self._sampling("LLM", sampling))
+                                system, progress, comm, kv_type, lookup, read_pages, self._sampling("LLM", sampling))
         self._config = self._llm.description()
 
     def _sampling(self, call: str, given: dict[str, Any]) -> dict[str, Any]:

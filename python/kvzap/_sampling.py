@@ -11,7 +11,7 @@ GRAMMARS = ("json_schema", "grammar", "regex")
 OWN = {"ask": ("question", "max_new_tokens", "on_text"), "stream": ("question", "max_new_tokens"),
        "generate": ("prompts", "max_new_tokens"),
        "LLM": ("model", "pruning", "dtype", "kv_type", "weights", "threads", "max_context", "chat_template", "thinking",
-               "system", "progress", "comm", "lookup")}
+               "system", "progress", "comm", "lookup", "read_pages")}
 # Names of transformers, vLLM, llama.cpp, OpenAI and ollama.
 _ANSWER = "max_new_tokens of ask, stream and generate"
 FOREIGN = {

@@ -473,6 +473,16 @@ nb::dict report_fields(const CacheReport& cache) {
   return result;
 }
 
+// A number of pages, a share as a float, or "all".
+static ReadPages read_pages_of(const nb::object& given) {
+  const auto text = as<std::string>(nb::str(given), "read_pages", "a text");
+  try {
+    return read_pages_from_name(text);
+  } catch (const Error& error) {
+    throw Error("read_pages " + std::string(error.what()));
+  }
+}
+
 void bind_llm(nb::module_& module) {
   bind_session(module);
   nb::class_<Llm>(module, "_LLM")
@@ -482,7 +492,7 @@ void bind_llm(nb::module_& module) {
              const nb::object& weights, const nb::object& threads, const nb::object& max_context,
              const nb::object& chat_template, const nb::object& thinking, const nb::object& system,
              const nb::object& progress, const nb::object& comm, const nb::object& kv_type,
-             const nb::object& lookup, nb::dict sampling) {
+             const nb::object& lookup, const nb::object& read_pages, nb::dict sampling) {
             const auto text = [](const nb::object& given, const char* name) {
               return as<std::string>(given, name, "a text");
             };
@@ -500,6 +510,7 @@ void bind_llm(nb::module_& module) {
             require_callable(progress, "progress");
             options.progress = progress_of(progress);
             options.lookup = as<std::int64_t>(lookup, "lookup", "a whole number");
+            options.read_pages = read_pages_of(read_pages);
             take_sampling(sampling, options.sampling);
             require_none_left(sampling);
             new (self) Llm(model, pruning, options, comm);
@@ -508,7 +519,7 @@ void bind_llm(nb::module_& module) {
           nb::arg("weights").none(), nb::arg("threads").none(), nb::arg("max_context").none(),
           nb::arg("chat_template").none(), nb::arg("thinking").none(), nb::arg("system").none(),
           nb::arg("progress").none(), nb::arg("comm").none(), nb::arg("kv_type").none(),
-          nb::arg("lookup").none(), nb::arg("sampling"))
+          nb::arg("lookup").none(), nb::arg("read_pages").none(), nb::arg("sampling"))
       .def("session", &Llm::session)
       .def("resume", &Llm::resume, nb::arg("file"))
       .def("generate", &Llm::generate, nb::arg("prompts"), nb::arg("max_new_tokens").none(),
@@ -547,6 +558,7 @@ void bind_llm(nb::module_& module) {
         result["vocab_size"] = config.vocab_size;
         result["dtype"] = std::string(name_of(options.dtype));
         result["kv_type"] = name_of(options.page_format, options.dtype);
+        result["read_pages"] = name_of(options.read_pages);
         result["max_context"] = limit;
         result["pruning"] = pruning;
         return result;

@@ -42,6 +42,17 @@ def test_keys_and_values_of_fewer_bits(golden):
             kvzap.LLM(MODEL, dtype="f32", kv_type=wrong)
 
 
+def test_fewer_pages(golden):
+    for read, name in (("all", "all"), (1.0, "all"), (10**6, "1000000"), (0.5, "0.5"), ("0.5", "0.5")):
+        llm = kvzap.LLM(MODEL, dtype="f32", read_pages=read)
+        assert llm.config["read_pages"] == name
+        answer = llm.session().read(golden["context"]).ask(golden["question"], max_new_tokens=golden["max_new_tokens"])
+        assert answer == golden["full"], read
+    for wrong in (0, 0.0, 1.5, -1, "some", float("nan"), None):
+        with pytest.raises(kvzap.Error, match="read_pages is .* expected a number of pages"):
+            kvzap.LLM(MODEL, dtype="f32", read_pages=wrong)
+
+
 def test_every_policy_text_is_a_pruning(golden):
     for text in ("snapkv@evict-ratio=0.5", "knorm+ada@evict-ratio=0.5", "kvzip@evict-ratio=0.25",
                  "finch@evict-ratio=0.25@prune-after=question"):

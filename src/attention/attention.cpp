@@ -7,6 +7,7 @@
 #include "attention/device/panels.hpp"
 #include "attention/device/split_kv.hpp"
 #include "attention/host/host_attention.hpp"
+#include "attention/host/page_choice.hpp"
 #include "attention/portable.hpp"
 #include "base/cuda/has_tensor_cores.hpp"
 #include "base/kokkos_compat.hpp"
@@ -25,6 +26,7 @@ struct Implementations {
 
 /// The kernels of an Attention, with their scratch space.
 struct attention::Kernels {
+  PageChoice choice;
   HostAttention host;
   SplitKV split;
   PanelAttention panels;
@@ -78,9 +80,10 @@ void check_views(const RaggedLayer& cached, const Attention::QueryView& queries,
 }
 
 /// Throws Error if a span does not lie in the views or if its layer's shape differs from the first
-/// span's.
+/// span's, or if it reads some of its pages and the path reads all.
 void check_span(const AttentionSpan& span, std::size_t index, const AttentionSpan& first,
-                const Attention::QueryView& queries, const ConstArrayView& new_keys) {
+                const Attention::QueryView& queries, const ConstArrayView& new_keys,
+                bool reads_some_pages) {
   const auto& layer = span.cached;
   if (layer.format != first.cached.format) {
     throw Error(
@@ -115,6 +118,12 @@ void check_span(const AttentionSpan& span, std::size_t index, const AttentionSpa
         "attention: span {} has a window of {} with {} cached tokens and {} query tokens; "
         "expected a window only without cached tokens and with several queries",
         index, span.window, layer.tokens, span.queries));
+  }
+  if (layer.has_bounds && !span.read_pages.all() && !reads_some_pages) {
+    throw Error(
+        fmt::format("attention: span {} reads some of its pages; expected all, because this path "
+                    "has no form of the choice",
+                    index));
   }
 }
 
@@ -180,8 +189,9 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
                             name_of(new_keys.dtype), name_of(new_values.dtype), name_of(m_dtype)));
   }
   check_views(any, queries, new_keys, new_values, output, options.lse);
+  const Implementations which = implementations(options.path);
   for (std::size_t s = 0; s < spans.size(); ++s) {
-    check_span(spans[s], s, spans.front(), queries, new_keys);
+    check_span(spans[s], s, spans.front(), queries, new_keys, which.host);
     if (is_for_singles(options.path) && spans[s].queries > 1) {
       throw Error(fmt::format("attention: this path takes one query token per span, not {}",
                               spans[s].queries));
@@ -196,9 +206,11 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
                                       any.heads,
                                       static_cast<int>(queries.extent(1)) / any.heads,
                                       any.head_dim};
-  const Implementations which = implementations(options.path);
   if constexpr (base::runs_on_host) {
-    if (which.host) return m_kernels->host(exec, spans, call, which.by_tiles);
+    if (which.host) {
+      m_kernels->host(exec, m_kernels->choice(exec, spans, call), call, which.by_tiles);
+      return m_kernels->choice.release();
+    }
   }
   if (which.split) m_kernels->split(exec, spans, call);
   for (const AttentionSpan& span : spans) {
@@ -247,7 +259,10 @@ void Attention::reserve(const AttentionExtents& extents, AttentionPath path) {
   m_spans.reserve(extents.spans);
   const Implementations which = implementations(path);
   if constexpr (base::runs_on_host) {
-    if (which.host) return m_kernels->host.reserve(m_dtype, extents, which.by_tiles);
+    if (which.host) {
+      m_kernels->choice.reserve(extents);
+      return m_kernels->host.reserve(m_dtype, extents, which.by_tiles);
+    }
   }
   if (which.split) m_kernels->split.reserve(extents);
   if (which.panels) m_kernels->panels.reserve(m_dtype, extents);
@@ -259,7 +274,8 @@ std::size_t Attention::scratch_bytes(DType dtype, const AttentionExtents& extent
   const Implementations which = implementations(path);
   if constexpr (base::runs_on_host) {
     if (which.host) {
-      return spans + attention::HostAttention::scratch_bytes(dtype, extents, which.by_tiles);
+      return spans + attention::PageChoice::scratch_bytes(extents) +
+             attention::HostAttention::scratch_bytes(dtype, extents, which.by_tiles);
     }
   }
   return spans + (which.split ? attention::SplitKV::scratch_bytes(extents) : 0) +

@@ -173,6 +173,7 @@ class Append {
       const KeptPart kept = kept_of(i, 0);
       std::int64_t n_kept = 0;
       for (int h = 0; h < m_heads; ++h) {
+        layer(i).keep_bounds(h, layer(i).retained(h) / m_store.shape.page_rows);
         layer(i).retained(h) += kept.host_counts[h];
         n_kept += kept.host_counts[h];
       }

@@ -86,6 +86,7 @@ class KeptAppend {
     counts.evicted = counts.judged;
     counts.non_finite = *m_kept.host_non_finite;
     for (int h = 0; h < m_heads; ++h) {
+      m_layer.keep_bounds(h, 0);
       m_layer.retained(h) = m_kept.host_counts[h];
       counts.evicted -= m_kept.host_counts[h];
     }

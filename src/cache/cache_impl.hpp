@@ -89,7 +89,13 @@ struct LayerStore {
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
   Counts device_retained;
   base::HostMirror<Counts> host_retained;
+  // (head): the first pages that have bounds (CacheShape::bounds_from); empty without bounds.
+  std::vector<std::int64_t> bounded;
 
+  /// Forgets the bounds of a head's pages from `pages` on, because their rows change.
+  void keep_bounds(int head, std::int64_t pages) {
+    if (!bounded.empty()) bounded[head] = std::min(bounded[head], pages);
+  }
   void add_tokens(std::int64_t count) {
     tokens += count;
     if (restarts) ring_first = tokens - tokens % window;
@@ -259,6 +265,7 @@ class Store {
                   std::int64_t more_rows, PageLease& lease, bool of_spare);
   void release_surplus(LayerStore& layer, bool to_spare = false);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);
+  void bound_pages(LayerStore& layer);
 
   // Page lists and lengths for kernels.
   void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);

@@ -210,6 +210,7 @@ class Rearrangement {
 
   void record() {
     for (int h = 0; h < m_heads; ++h) {
+      m_layer.keep_bounds(h, static_cast<std::int64_t>(first_written_page(h)));
       for (std::size_t p = 0; p < m_layer.pages[h].size(); ++p) {
         const bool stays = p < m_lists[h].size() && m_lists[h][p] == m_layer.pages[h][p];
         if (!stays) m_store.pool.release(m_layer.pages[h][p]);

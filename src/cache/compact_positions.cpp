@@ -157,7 +157,10 @@ std::int64_t KVCache::compact_positions(
       turn(0, store.all_heads(), {});
     }
   }
-  for (cache::LayerStore& layer : sequence.layers) layer.tokens = layer.ring_first = rows;
+  for (cache::LayerStore& layer : sequence.layers) {
+    layer.tokens = layer.ring_first = rows;
+    std::fill(layer.bounded.begin(), layer.bounded.end(), 0);
+  }
   sequence.checkpoints.clear();
   return rows;
 }

@@ -44,6 +44,7 @@ std::int64_t RowAccess::own_full_pages(SequenceId sequence, int layer, int head)
 void RowAccess::list_changed(const ExecutionSpace& exec, Sequence& sequence, const PageRun& run,
                              std::int64_t rows) {
   LayerStore& layer = sequence.layers[run.layer];
+  layer.keep_bounds(run.head, run.first);
   layer.retained(run.head) += rows;
   m_store.write_entries(sequence, layer, run.head, static_cast<std::size_t>(run.first));
   m_store.upload_table(exec, sequence, layer);
@@ -99,6 +100,7 @@ void RowAccess::write_page(const ExecutionSpace& exec, const PageRun& run, std::
                            const char* content) {
   const PagePool& pool = m_store.pool;
   m_store.enter(exec, m_store.sequence_at(run.sequence));
+  m_store.layer_at(run.sequence, run.layer).keep_bounds(run.head, run.first + page);
   const PageAddress to =
       pool.address(m_store.layer_at(run.sequence, run.layer).pages[run.head].at(run.first + page));
   Kokkos::deep_copy(exec, bytes_at(to.rows, pool.row_bytes()),

@@ -204,7 +204,13 @@ void RowAccess::import_rows(const ExecutionSpace& exec, SequenceId id, int layer
   m_store.check_outside_step(id, "import_rows");
   check_range(begin, count, m_store.rows(id, layer_index, head));
   if (count == 0) return;
-  if (is_in_place()) return write_raw(raw_rows(id, layer_index, head), begin, count, rows);
+  const auto forget_bounds = [&] {
+    m_store.layer_at(id, layer_index).keep_bounds(head, begin / m_store.shape.page_rows);
+  };
+  if (is_in_place()) {
+    forget_bounds();
+    return write_raw(raw_rows(id, layer_index, head), begin, count, rows);
+  }
   m_store.enter(exec, m_store.sequence_at(id));
   const int dim = m_store.shape.dim(layer_index);
   const PageFormat& format = m_store.shape.format;
@@ -230,6 +236,7 @@ void RowAccess::import_rows(const ExecutionSpace& exec, SequenceId id, int layer
   };
   or_out_of_memory("an import", bytes, m_store.pool,
                    [&] { with_value_type(m_store.dtype, write); });
+  forget_bounds();
 }
 
 void RowAccess::import_counts(SequenceId id, const AppendCounts& counts) {

@@ -43,6 +43,11 @@ const CacheShape& checked(const CacheShape& shape) {
           ring.rows, ring.head_dim));
     }
   }
+  if (shape.bounds_from && base::machine().on_device()) {
+    throw Error(
+        "cache: pages with bounds of their keys; expected none, because kernels for devices are in "
+        "use, which have no form of them");
+  }
   if (!shape.states.empty() && shape.states.size() != shape.heads.size()) {
     throw Error(fmt::format("cache: states of {} layers; expected {}", shape.states.size(),
                             shape.heads.size()));
@@ -62,6 +67,11 @@ std::size_t page_bytes(const CacheShape& shape, std::size_t value_bytes) {
   return QuantisedPage{shape.format, shape.page_rows, shape.head_dim}.bytes();
 }
 
+std::size_t metadata_bytes(const CacheShape& shape, std::size_t value_bytes) {
+  return page_metadata_row_bytes * shape.page_rows +
+         (shape.bounds_from ? page_bounds_bytes(shape.head_dim, value_bytes, shape.format) : 0);
+}
+
 void copy_rings(const ExecutionSpace& exec, const std::vector<RingBlock>& to,
                 const std::vector<RingBlock>& from) {
   for (std::size_t b = 0; b < from.size(); ++b) {
@@ -76,8 +86,7 @@ Store::Store(DType type, const CacheShape& extents, MemoryMeter* memory_meter, s
     : shape(checked(extents)),
       dtype(type),
       meter(memory_meter),
-      pool(page_bytes(shape, size_of(dtype)), meter, limit,
-           (sizeof(std::int32_t) + sizeof(float)) * shape.page_rows) {
+      pool(page_bytes(shape, size_of(dtype)), meter, limit, metadata_bytes(shape, size_of(dtype))) {
   for (int l = 0; l < static_cast<int>(shape.heads.size()); ++l) {
     const std::pair<int, int> ring(shape.ring_rows(l), shape.dim(l));
     const auto found = std::find(block_rings.begin(), block_rings.end(), ring);
@@ -173,6 +182,7 @@ Sequence Store::make_sequence() const {
     layer.ring_scores = Kokkos::subview(sequence.rings[block].scores, own_rings, Kokkos::ALL);
     layer.device_retained = Kokkos::subview(sequence.lengths, own);
     layer.host_retained = Kokkos::subview(sequence.host_lengths, own);
+    if (shape.has_bounds(static_cast<int>(l))) layer.bounded.assign(own_heads, 0);
     first_head += own_heads;
   }
   return sequence;
@@ -254,6 +264,7 @@ SequenceId KVCache::fork(const ExecutionSpace& exec, SequenceId source) {
           copy.layers[l].tokens = from.layers[l].tokens;
           copy.layers[l].ring_first = from.layers[l].ring_first;
           copy.layers[l].pages = from.layers[l].pages;
+          copy.layers[l].bounded = from.layers[l].bounded;
         }
         std::copy_n(from.retained.data(), from.retained.extent(0), copy.retained.data());
       },

@@ -75,6 +75,7 @@ AttentionExtents AttentionBlock::extents(const Step& step, int layer, std::int64
   extents.group = static_cast<int>(step.config.query_group_of(layer));
   extents.head_dim = static_cast<int>(step.head_dim(layer));
   extents.format = step.cache.shape().format;
+  if (step.cache.shape().has_bounds(layer)) extents.chosen_page_rows = step.cache.shape().page_rows;
   extents.spans = step.spans().size();
   extents.tokens = step.most_rows();
   std::int64_t all = 0;

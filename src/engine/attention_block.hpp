@@ -18,11 +18,12 @@ namespace kvzap::engine {
 class AttentionBlock final : public TokenMixer {
  public:
   /// `shared`: null with one rank. It and policies must outlive the block.
-  AttentionBlock(const Model& model, PolicyBlock& policies, SharedHeadsBlock* shared)
+  AttentionBlock(const Model& model, PolicyBlock& policies, SharedHeadsBlock* shared,
+                 const ReadPages& read = {})
       : m_policies(policies),
         m_shared(shared),
         m_angles(model.config()),
-        m_spans(model.dtype(), shared),
+        m_spans(model.dtype(), shared, read),
         m_attention(model.dtype(), model.config().attention_soft_cap) {}
 
   void reserve(Step& step) override;

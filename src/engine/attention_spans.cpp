@@ -50,14 +50,22 @@ void AttentionSpans::list(const Step& step, int layer, const RowRange& rows) {
   step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
     const StepBatch::Span& span = step.spans()[s];
     if (step.runs_in_turn(span)) return;
-    const AttentionSpan whole{step.cache.layer(span.sequence, owner), begin - rows.begin,
-                              end - begin, span.first, end - span.first};
+    AttentionSpan whole{step.cache.layer(span.sequence, owner), begin - rows.begin, end - begin,
+                        span.first, end - span.first};
+    whole.read_pages = pages_of(step, span);
     if (m_shared && m_shared->is_split(step, s, layer)) {
       m_shared->push_split(m_spans, whole, layer);
     } else {
       m_spans.push_back(whole);
     }
   });
+}
+
+// The rest of a long span can be one token, too. A policy that observes weights needs those of all
+// rows.
+ReadPages AttentionSpans::pages_of(const Step& step, const StepBatch::Span& span) const {
+  const bool observes = span.rule.policy && span.rule.policy->policy->needs().log_sum_exp;
+  return (span.count == 1 || step.runs_in_turn(span)) && !observes ? m_read : ReadPages();
 }
 
 bool AttentionSpans::list_turn(const Step& step, int layer, const RowRange& rows,
@@ -69,6 +77,7 @@ bool AttentionSpans::list_turn(const Step& step, int layer, const RowRange& rows
     if (!step.runs_in_turn(span) || begin + turn >= end) return;
     m_spans.push_back(
         {step.cache.layer(span.sequence, layer), begin + turn - rows.begin, 1, begin + turn, 1});
+    m_spans.back().read_pages = pages_of(step, span);
   });
   return !m_spans.empty();
 }

@@ -11,8 +11,10 @@ namespace kvzap::engine {
 
 class AttentionSpans {
  public:
-  /// `shared`: null with one rank. It must outlive this object.
-  AttentionSpans(DType dtype, const SharedHeadsBlock* shared) : m_shared(shared), m_rows(dtype) {}
+  /// `shared`: null with one rank. It must outlive this object. `read`: the pages that steps of one
+  /// token read.
+  AttentionSpans(DType dtype, const SharedHeadsBlock* shared, const ReadPages& read)
+      : m_shared(shared), m_read(read), m_rows(dtype) {}
 
   /// Reserves the rows that windows see, for sequences that have rows in rings. row_values: the
   /// most values that a layer's keys of a token have.
@@ -36,7 +38,10 @@ class AttentionSpans {
   void list_windows(const Step& step, int layer, const RowRange& rows);
   void list_chunks(const Step& step, int layer, const RowRange& rows);
 
+  ReadPages pages_of(const Step& step, const StepBatch::Span& span) const;
+
   const SharedHeadsBlock* m_shared;
+  ReadPages m_read;
   std::vector<AttentionSpan> m_spans, m_joined;
   ArrayView m_keys, m_values;  // of m_rows
   ValueBuffer m_rows;

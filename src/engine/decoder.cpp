@@ -15,10 +15,15 @@ namespace {
 using engine::is_scored;
 using engine::range;
 
-CacheShape own_shape(const Model& model, int window, int page_rows, const PageFormat& format) {
+// The first layers that read all pages: in these, attention is spread over most of the context
+// (Quest, arXiv 2406.10774).
+constexpr int layers_with_all_pages = 2;
+
+CacheShape own_shape(const Model& model, int window, int page_rows, const DecoderPages& pages) {
   CacheShape shape =
       model::cache_shape(model.config(), model.partition(), model.rank(), window, page_rows);
-  shape.format = model::stored_format(model.config(), format);
+  shape.format = model::stored_format(model.config(), pages.format);
+  if (!pages.read.all()) shape.bounds_from = layers_with_all_pages;
   if (model.weights().are_here()) return shape;
   for (StateShape& state : shape.states) state.heads = 0;  // a model that runs elsewhere keeps them
   return shape;
@@ -33,17 +38,17 @@ std::unique_ptr<engine::SharedHeadsBlock> shared_heads(const Model& model,
 }  // namespace
 
 Decoder::Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window,
-                 int page_rows, MemoryMeter* meter, const PageFormat& format)
+                 int page_rows, MemoryMeter* meter, const DecoderPages& pages)
     : m_model(model),
       m_scorer(scorer),
       m_comm(comm),
-      m_counted(budget_model(model.config(), size_of(model.dtype()), format)),
-      m_cache(model.dtype(), own_shape(model, window, page_rows, format), meter),
+      m_counted(budget_model(model.config(), size_of(model.dtype()), pages.format)),
+      m_cache(model.dtype(), own_shape(model, window, page_rows, pages), meter),
       m_placement(model.partition(), comm, m_cache, meter),
       m_step(model, comm, m_cache, meter),
       m_policies(model.dtype(), m_counted),
       m_shared(shared_heads(model, m_placement)),
-      m_attention(model, m_policies, m_shared.get()) {
+      m_attention(model, m_policies, m_shared.get(), pages.read) {
   const auto add_once = [&](engine::LayerBlock* block) {
     if (block == nullptr) return;
     if (std::find(m_blocks.begin(), m_blocks.end(), block) == m_blocks.end()) {

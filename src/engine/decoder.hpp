@@ -33,6 +33,12 @@
 
 namespace kvzap {
 
+/// How pages store rows, and how many of them steps of one token read (CacheOptions).
+struct DecoderPages {
+  PageFormat format = {};
+  ReadPages read = {};
+};
+
 /// The forward pass of decoders over a ragged cache, for one rank's share of the heads: a loop over
 /// layers, each with a token mixer and a channel mixer. ModelConfig describes the decoder; the pass
 /// does not depend on the family. Every rank must call step with the same arguments.
@@ -44,7 +50,7 @@ class Decoder {
   /// then no step may score. `meter` counts the memory of the cache and may be null. model, scorer
   /// and meter must outlive the decoder.
   Decoder(const Model& model, Scorer* scorer, const Communicator& comm, int window, int page_rows,
-          MemoryMeter* meter = nullptr, const PageFormat& format = {});
+          MemoryMeter* meter = nullptr, const DecoderPages& pages = {});
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 

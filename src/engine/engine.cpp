@@ -6,6 +6,7 @@
 #include <kvzap/engine/engine.hpp>
 #include <numeric>
 
+#include "base/machine.hpp"
 #include "cache/gather_rows.hpp"
 #include "engine/engine_parts.hpp"
 #include "linalg/gemm.hpp"
@@ -158,15 +159,19 @@ std::size_t Engine::bytes_per_token(const PageFormat& format) const {
   const std::size_t wide = page_row_values(shape.head_dim, size_of(cache.dtype()), as_wide);
   const std::size_t metadata =
       page_row_bytes(shape.head_dim, size_of(cache.dtype()), as_wide) - wide;
+  const auto page_rows = static_cast<std::size_t>(shape.page_rows);
+  const std::size_t page_bounds =
+      shape.bounds_from ? page_bounds_bytes(shape.head_dim, size_of(cache.dtype()), format) : 0;
+  const std::size_t bounds = (page_bounds + page_rows - 1) / page_rows;
   // Pages of quantised rows have some padding.
   const std::size_t row =
       format.quantised() ? QuantisedPage{model::stored_format(m_parts->model->config(), format),
                                          shape.page_rows, shape.head_dim}
                                    .bytes() /
-                               static_cast<std::size_t>(shape.page_rows)
+                               page_rows
                          : wide;
   return static_cast<std::size_t>(std::accumulate(heads.begin(), heads.end(), 0)) *
-         (row + metadata);
+         (row + metadata + bounds);
 }
 
 std::size_t Engine::bytes_per_sequence() const {
@@ -534,6 +539,12 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model> model,
                                        const Communicator& comm) {
   if (options.page_rows < 1) {
     throw Error(fmt::format("page_rows is {}; expected at least 1", options.page_rows));
+  }
+  if (!options.read_pages.all() && base::machine().on_device()) {
+    throw Error(fmt::format(
+        "read_pages is {}; expected all: only kernels of the host choose pages, and kernels for "
+        "devices are in use",
+        name_of(options.read_pages)));
   }
   engine::check_for_engine(options, scorer != nullptr, model->config());
   return std::unique_ptr<Engine>(new Engine(std::move(model), std::move(scorer), options, comm));

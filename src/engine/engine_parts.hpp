@@ -28,7 +28,7 @@ struct Engine::Parts {
       : model(std::move(of)),
         scorer(std::move(by)),
         decoder(*model, scorer.get(), comm, options.pruning.window, options.page_rows, &meter,
-                options.page_format) {}
+                {options.page_format, options.read_pages}) {}
 
   MemoryMeter meter;
   std::shared_ptr<const Model> model;

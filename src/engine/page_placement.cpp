@@ -153,6 +153,7 @@ auto PagePlacement::gather_rows(const std::vector<SequenceId>& sequences) const
 double PagePlacement::balance(const std::vector<SequenceId>& sequences, double tolerance,
                               std::int64_t most_bytes) {
   if (m_comm.size() == 1 || sequences.empty()) return 1;
+  if (m_own.shape().bounds_from) return 1;  // the choice of pages needs all pages of a head
   const std::vector<HeadRows> rows = gather_rows(sequences);
   std::int64_t most_pages =
       std::max<std::int64_t>(1, most_bytes / static_cast<std::int64_t>(m_own.pool().page_bytes()));

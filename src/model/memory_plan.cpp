@@ -124,6 +124,7 @@ std::int64_t kept_for_later(const ModelConfig& config, const CacheShape& shape,
 struct AttentionCall {
   PageFormat format;
   std::int64_t rows, tokens;
+  int chosen_page_rows;
 };
 
 /// Returns the scratch space of attention in bytes: that of the layer that takes most, as they
@@ -138,6 +139,7 @@ std::int64_t attention_scratch(const ModelConfig& config, const CacheShape& shap
     extents.group = static_cast<int>(config.query_group_of(l));
     extents.head_dim = static_cast<int>(shape.dim(l));
     extents.format = call.format;
+    extents.chosen_page_rows = call.chosen_page_rows;
     extents.spans = 1;
     extents.tokens = call.tokens;
     extents.longest_single = call.rows;
@@ -145,6 +147,32 @@ std::int64_t attention_scratch(const ModelConfig& config, const CacheShape& shap
     most = std::max(most, static_cast<std::int64_t>(Attention::scratch_bytes(dtype, extents)));
   }
   return most;
+}
+
+void check_demand(const MemoryDemand& demand) {
+  if (!(demand.evict_ratio >= 0 && demand.evict_ratio < 1)) {
+    throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
+                            demand.evict_ratio));
+  }
+  if (demand.ranks < 1) {
+    throw Error(fmt::format("plan_memory: ranks: expected at least 1, found {}", demand.ranks));
+  }
+  if (demand.tokens < 0) {
+    throw Error(fmt::format("plan_memory: tokens: expected 0 or more, found {}", demand.tokens));
+  }
+  // Above 2^53 a token count is no longer exact as a double, which evict_ratio multiplies.
+  if (demand.tokens > (std::int64_t{1} << 53)) fail_overflow();
+  if (demand.window < 0) {
+    throw Error(fmt::format("plan_memory: window: expected 0 or more, found {}", demand.window));
+  }
+  if (demand.bounded_page_rows < 0) {
+    throw Error(fmt::format("plan_memory: bounded_page_rows: expected 0 or more, found {}",
+                            demand.bounded_page_rows));
+  }
+  if (demand.step_tokens < 0) {
+    throw Error(
+        fmt::format("plan_memory: step_tokens: expected 0 or more, found {}", demand.step_tokens));
+  }
 }
 
 }  // namespace
@@ -157,24 +185,7 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
   const int window = demand.window;
   const std::int64_t step_tokens = demand.step_tokens;
   const PageFormat format = model::stored_format(config, demand.format);
-  if (!(evict_ratio >= 0 && evict_ratio < 1)) {
-    throw Error(fmt::format("plan_memory: evict_ratio: expected a number in [0, 1), found {}",
-                            evict_ratio));
-  }
-  if (ranks < 1) {
-    throw Error(fmt::format("plan_memory: ranks: expected at least 1, found {}", ranks));
-  }
-  if (tokens < 0) {
-    throw Error(fmt::format("plan_memory: tokens: expected 0 or more, found {}", tokens));
-  }
-  // Above 2^53 a token count is no longer exact as a double, which evict_ratio multiplies.
-  if (tokens > (std::int64_t{1} << 53)) fail_overflow();
-  if (window < 0) {
-    throw Error(fmt::format("plan_memory: window: expected 0 or more, found {}", window));
-  }
-  if (step_tokens < 0) {
-    throw Error(fmt::format("plan_memory: step_tokens: expected 0 or more, found {}", step_tokens));
-  }
+  check_demand(demand);
   const std::int64_t step = step_tokens == 0 ? tokens : std::min(tokens, step_tokens);
 
   const auto value_bytes = static_cast<std::int64_t>(size_of(dtype));
@@ -204,12 +215,19 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
       bytes.states =
           sum({bytes.states, product({state.heads, state.values, value_bytes_of_states})});
     }
-    bytes.kv_full = sum({bytes.kv_rings, bytes.states, product({full, tokens, row_bytes})});
     const auto quantised_bytes = static_cast<std::int64_t>(page_row_values(
         static_cast<int>(config.head_dim), static_cast<std::size_t>(value_bytes), format));
+    const auto bounds_of_page = static_cast<std::int64_t>(page_bounds_bytes(
+        static_cast<int>(config.head_dim), static_cast<std::size_t>(value_bytes), format));
+    const auto bounds = [&](std::int64_t rows) {
+      const std::int64_t page_rows = demand.bounded_page_rows;
+      return page_rows > 0 ? product({full, kv_heads, rows / page_rows, bounds_of_page}) : 0;
+    };
+    bytes.kv_full =
+        sum({bytes.kv_rings, bytes.states, bounds(tokens), product({full, tokens, row_bytes})});
     const auto stored = [&](std::int64_t rows) {
       const std::int64_t wide = format.quantised() ? std::min<std::int64_t>(rows, window) : rows;
-      return sum({bytes.kv_rings, bytes.states, product({full, wide, row_bytes}),
+      return sum({bytes.kv_rings, bytes.states, bounds(rows), product({full, wide, row_bytes}),
                   product({full, rows - wide, kv_heads, quantised_bytes})});
     };
     bytes.kv_unpruned = stored(tokens);
@@ -224,7 +242,8 @@ MemoryPlan plan_memory(const ModelConfig& config, const MemoryDemand& demand) {
         product({step, sum({product({streams, config.hidden_size}), config.head_dim}),
                  static_cast<std::int64_t>(size_of(DType::f32))});
     bytes.attention = attention_scratch(
-        config, shape, dtype, {format, kept, std::min(step, model::block_tokens(config))});
+        config, shape, dtype,
+        {format, kept, std::min(step, model::block_tokens(config)), demand.bounded_page_rows});
     plan.weights = sum({plan.weights, bytes.weights});
     plan.kv_rings = sum({plan.kv_rings, bytes.kv_rings});
     plan.states = sum({plan.states, bytes.states});

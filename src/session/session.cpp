@@ -228,6 +228,7 @@ void Session::Shared::load() {
     static_cast<LoadedPruning&>(cache) =
         session::load_policy(pruning, *setup, options.dtype, comm, repeat);
     cache.page_format = options.page_format;
+    cache.read_pages = options.read_pages;
     cache.pruning.window = session::ring_rows(
         pruning.window, options.random_weights ? std::numeric_limits<std::int64_t>::max()
                                                : setup->config.longest_context());
@@ -351,6 +352,7 @@ nlohmann::ordered_json Session::Shared::recorded_options() const {
   if (options.page_format.quantised()) {
     all["kv-type"] = name_of(options.page_format, options.dtype);
   }
+  if (!options.read_pages.all()) all["read-pages"] = name_of(options.read_pages);
   all["weights"] = name_of(options.weights);
   all["thinking"] = options.thinking ? "on" : "off";
   if (!options.chat_template) all["raw"] = true;

@@ -1521,5 +1521,20 @@ class KvTypes(ServerTest):
         self.stop(server)
 
 
+class ReadPages(ServerTest):
+    def test_answers_are_those_of_a_run(self):
+        """Also when the prompt's beginning is reused."""
+        flags = ["--dtype", "f32", "--page-rows", "8", "--window", "16", "--read-pages", "0.3"]
+        text = CASE["context"] + " " + CASE["question"]
+        run = run_command([KVZAP, "run", "-m", MODEL, "-p", text, "-n", "16", "-q", "--json", "-", *flags])
+        expected = json.loads(run.out)["answers"][0]["text"]
+        for ranks in (0, 2):
+            server = self.start(*flags, ranks=ranks)
+            for _ in range(2):
+                reply = server.post(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 16, "temperature": 0})
+                self.assertEqual(text_of(reply), expected)
+            self.stop(server)
+
+
 if __name__ == "__main__":
     unittest.main()

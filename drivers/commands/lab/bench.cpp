@@ -62,7 +62,8 @@ std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const 
       plan_memory(setup.config, {dtype, batch * (test.depth + test.tokens),
                                  test.evict_ratio.value_or(0), ranks, static_cast<int>(rings),
                                  test.step_tokens, quantised_bytes(options, setup.config, ranks),
-                                 page_format(options.kv_type, options.dtype)});
+                                 page_format(options.kv_type, options.dtype),
+                                 read_pages(options.read_pages).all() ? 0 : options.page_rows});
   const MemoryPlan copies = plan_memory(setup.config, {dtype, rings, 0, ranks, 0});
   std::int64_t most = 0;
   for (int r = 0; r < ranks; ++r) {
@@ -100,8 +101,9 @@ class Context {
     m_judged.score = m_scorer != nullptr;
     m_judged.eviction = {static_cast<float>(options.threshold.value_or(0)), 0, m_scorer != nullptr};
     if (options.prune == "always") m_decode_rule = m_judged;
-    m_decoder = std::make_unique<Decoder>(model, m_scorer, comm, window, options.page_rows, nullptr,
-                                          page_format(options.kv_type, options.dtype));
+    m_decoder = std::make_unique<Decoder>(
+        model, m_scorer, comm, window, options.page_rows, nullptr,
+        DecoderPages{page_format(options.kv_type, options.dtype), read_pages(options.read_pages)});
   }
 
   BenchResult measure(const BenchTest& test, const std::function<void()>& after_repetition) {

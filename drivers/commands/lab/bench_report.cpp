@@ -201,7 +201,8 @@ class Csv final : public BenchTable {
     return "version,revision,model,layers,weight_bytes,parameters,backend,concurrency,simd,ranks,"
            "dtype,kv_type,"
            "test,n_prompt,n_gen,depth,batch,evict_ratio,skew,threshold,evicted,prune,prefill,chunk,"
-           "window,page_rows,repetitions,tokens_per_second,tokens_per_second_stddev,ms_per_token,"
+           "window,page_rows,read_pages,repetitions,tokens_per_second,tokens_per_second_stddev,ms_"
+           "per_token,"
            "kv_live_bytes,kv_allocated_bytes,peak_rss_bytes,calls_per_step,call_bytes_per_step,"
            "call_seconds_per_step\n";
   }
@@ -237,6 +238,7 @@ class Csv final : public BenchTable {
         fmt::format("{}", m_options.chunk),
         fmt::format("{}", m_options.window),
         fmt::format("{}", m_options.page_rows),
+        quoted(m_options.read_pages),
         fmt::format("{}", m_options.repetitions),
         fmt::format("{:.6g}", mean(samples)),
         fmt::format("{:.6g}", standard_deviation(samples)),
@@ -335,6 +337,7 @@ class Json final : public BenchTable {
                        {"weights", m_options.weights},
                        {"window", m_options.window},
                        {"page_rows", m_options.page_rows},
+                       {"read_pages", m_options.read_pages},
                        {"balance", m_options.balance},
                        {"chunk", m_options.chunk},
                        {"repetitions", m_options.repetitions},

@@ -339,6 +339,11 @@ ordered_json Evaluation::description() const {
   if (o.weights != "stored") options["weights"] = o.weights;
   if (page_format(o.kv_type, o.dtype).quantised())
     options["kv_type"] = kv_type_name(o.kv_type, o.dtype);
+  const ReadPages read = read_pages(o.read_pages);
+  if (!read.all()) {
+    options["read_pages"] = name_of(read);
+    options["page_rows"] = o.page_rows;  // decides what is read
+  }
   add("n_predict", o.new_tokens);
   add("max_prompts", o.max_prompts);
   add("per_task", o.per_task);
@@ -444,9 +449,10 @@ std::vector<PageFormat> Evaluation::formats() const {
 
 MemoryPlan Evaluation::plan_of(const PageFormat& format,
                                const std::vector<std::int64_t>& weights) const {
-  return plan_memory(m_setup->config,
-                     {dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(),
-                      m_options.pruning.window, 0, weights, format});
+  return plan_memory(
+      m_setup->config,
+      {dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(), m_options.pruning.window, 0,
+       weights, format, read_pages(m_options.read_pages).all() ? 0 : m_options.page_rows});
 }
 
 void Evaluation::check_memory_of_ranks() {
@@ -514,6 +520,8 @@ std::vector<EngineGroup> Evaluation::make_groups(const ProgressCallback& progres
     CacheOptions& cache = caches.emplace_back();
     cache.pruning.window = ring_rows(m_options.pruning.window, m_longest);
     cache.page_format = format;
+    cache.page_rows = m_options.page_rows;
+    cache.read_pages = read_pages(m_options.read_pages);
     cache.balance = m_options.balance;
     cache.kv_limit = cache_limit(format);
   }

@@ -134,6 +134,7 @@ void declare_output(CLI::App& app, EvalOptions& o) {
 
 void declare(CLI::App& app, EvalOptions& o) {
   declare_model(app, o);
+  declare_page_rows(app, o.page_rows, "Model");
   declare_tasks(app, o);
   declare_settings(app, o);
   declare_generation(app, o);

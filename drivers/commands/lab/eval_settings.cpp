@@ -112,6 +112,8 @@ void check_options(const EvalOptions& o, const eval::OwnPolicies& own) {
   require(o.bootstrap_samples >= 1 && o.bootstrap_samples <= (1 << 24),
           fmt::format("--bootstrap-samples is {}; expected 1 to {}", o.bootstrap_samples, 1 << 24));
   page_format(o.kv_type, o.dtype);
+  check_page_rows(o.page_rows);
+  read_pages(o.read_pages);
   require(o.placement.empty() || o.parallel == "heads",
           "--placement has no effect with --parallel prompts, where every rank has all heads");
   settings_of(o, own);

@@ -319,6 +319,7 @@ ordered_json to_json(const RunReport& report, const RunOptions& options) {
                      {"window", options.pruning.window},
                      {"sink", cache.pruning.sink},
                      {"page_rows", cache.page_rows},
+                     {"read_pages", name_of(cache.read_pages)},
                      {"balance", cache.balance},
                      {"trim", cache.trim}};
   json["options"].update(sampling_json(options.sampling, options.sampling_flags));

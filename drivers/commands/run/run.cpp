@@ -152,6 +152,7 @@ void Run::check_options() {
     m_report.cache_options.trim = options.trim;
     m_report.cache_options.page_rows = options.page_rows;
     m_report.cache_options.balance = options.balance;
+    m_report.cache_options.read_pages = read_pages(options.read_pages);
     m_setup =
         set_up_model(options.model, options.layers, options.placement, m_comm.size(), options.rope);
     m_limit = context_limit(options.max_context, config(), options.random_weights.has_value());

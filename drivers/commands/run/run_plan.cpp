@@ -80,10 +80,10 @@ std::int64_t least_bytes(const MemoryPlan& plan, bool pruned) {
 MemoryPlan plan_of(const EngineOptions& options, const ModelConfig& config, std::int64_t tokens,
                    int ranks, const PlannedEviction& eviction) {
   return plan_memory(
-      config,
-      {dtype_from_name(options.dtype), tokens, eviction.ratio, ranks, eviction.window,
-       options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0,
-       quantised_bytes(options, config, ranks), page_format(options.kv_type, options.dtype)});
+      config, {dtype_from_name(options.dtype), tokens, eviction.ratio, ranks, eviction.window,
+               options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0,
+               quantised_bytes(options, config, ranks), page_format(options.kv_type, options.dtype),
+               read_pages(options.read_pages).all() ? 0 : options.page_rows});
 }
 
 std::int64_t pruned_tokens(const Prompt& prompt, const Pruning& pruning) {

@@ -119,6 +119,7 @@ void Serving::check_options() {
     m_cache.page_rows = m_options.page_rows;
     m_cache.balance = m_options.balance;
     m_cache.page_format = page_format(m_options.kv_type, m_options.dtype);
+    m_cache.read_pages = read_pages(m_options.read_pages);
     m_cache.trim = false;  // the scheduler decides when
     m_setup = set_up_model(m_options.model, m_options.layers, m_options.placement, m_comm.size(),
                            m_options.rope);

@@ -3,6 +3,7 @@
 
 #include <kvzap/core/array_view.hpp>
 #include <kvzap/core/ragged_layer.hpp>
+#include <kvzap/core/read_pages.hpp>
 #include <memory>
 #include <vector>
 
@@ -41,6 +42,11 @@ struct AttentionSpan {
   /// If above 0, each query sees only the last `window` of these rows, its own among them; `cached`
   /// then has no rows. A span of one query needs no window: its new rows are those that it sees.
   std::int64_t window = 0;
+  /// The full pages that the span's query sees, of a span of one query whose layer has bounds;
+  /// other spans see all. A page's bound is the largest score that a key between its bounds can
+  /// have with a query of the group. Those with the largest bounds are read, the earlier one of
+  /// equal ones, and those whose bound is not a number.
+  ReadPages read_pages = {};
 
   /// Returns how many of the new rows query i of the span sees if there is no window.
   std::int64_t seen_new_rows(std::int64_t i) const {
@@ -71,6 +77,7 @@ struct AttentionExtents {
   std::int64_t single_rows = 0;  // rows that all heads of all spans of one query token see together
   std::int64_t longest_single = 0;  // rows that one head of such a span sees
   PageFormat format = {};           // of the layers' pages
+  int chosen_page_rows = 0;         // of a page if spans have read_pages; otherwise 0
 };
 
 /// Softmax attention (scaled by 1/sqrt(head_dim)) with grouped query heads, for any mix of spans in
@@ -132,6 +139,7 @@ class Attention {
   /// empty cache is dense causal attention.
   /// Throws Error if extents, types or spans do not fit, if a span has a window and cached rows or
   /// a single query, or if the path is rows or split_kv and a span has more than one query token.
+  /// Throws Error if a span does not read all pages and the path is one of devices, or portable.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const QueryView& queries, const ConstArrayView& new_keys,
                   const ConstArrayView& new_values, const OutputView& output,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvzap/core/quantised_rows.hpp>
+#include <optional>
 #include <vector>
 
 namespace kvzap {
@@ -45,6 +46,9 @@ struct CacheShape {
   std::vector<StateShape> states = {};
   /// How pages store rows. Rings store them as they arrive.
   PageFormat format = {};
+  /// From this layer on, each full page has the bounds of its keys (RaggedLayer::page_bounds), for
+  /// AttentionSpan::read_pages. Only with kernels of the host.
+  std::optional<int> bounds_from = std::nullopt;
 
   bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }
   bool has_rows(int layer) const {
@@ -69,6 +73,9 @@ struct CacheShape {
     const int own = own_ring(layer).head_dim;
     return own == 0 ? head_dim : own;
   }
+  bool has_bounds(int layer) const {
+    return bounds_from && layer >= *bounds_from && has_pages(layer);
+  }
   bool has_layers_without_pages() const { return !own_rings.empty() || !states.empty(); }
   /// Returns the rows of a layer's ring.
   int ring_rows(int layer) const { return has_pages(layer) ? window : own_ring(layer).rows; }
@@ -86,6 +93,11 @@ constexpr std::size_t page_row_values(int head_dim, std::size_t value_bytes,
 constexpr std::size_t page_row_bytes(int head_dim, std::size_t value_bytes,
                                      const PageFormat& format = {}) {
   return page_row_values(head_dim, value_bytes, format) + sizeof(std::int32_t) + sizeof(float);
+}
+/// Bytes of the bounds of a page's keys: two values for each dimension.
+constexpr std::size_t page_bounds_bytes(int head_dim, std::size_t value_bytes,
+                                        const PageFormat& format = {}) {
+  return 2 * head_dim * (format.keys == RowType::wide ? value_bytes : sizeof(bfloat16));
 }
 /// Bytes of a row in a ring, which needs no position.
 constexpr std::size_t ring_row_bytes(int head_dim, std::size_t value_bytes,

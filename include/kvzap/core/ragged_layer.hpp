@@ -6,6 +6,9 @@
 
 namespace kvzap {
 
+/// Bytes of a row's position and score in the metadata of a page.
+inline constexpr std::size_t page_metadata_row_bytes = sizeof(std::int32_t) + sizeof(float);
+
 /// One layer of one sequence as attention kernels read it. A head has retained rows in pages and
 /// rows in its ring. Their order does not matter to attention. Kernels find every row's key and
 /// value through HeadRows.
@@ -29,6 +32,8 @@ struct RaggedLayer {
   int head_dim = 1;
   DType dtype = DType::f32;
   PageFormat format;
+  // Every full page has the bounds of its keys (CacheShape::bounds_from).
+  bool has_bounds = false;
 
   KOKKOS_INLINE_FUNCTION std::int64_t ring_rows() const {
     const std::int64_t since = tokens - ring_first;
@@ -45,6 +50,14 @@ struct RaggedLayer {
   /// Returns whether a head's row, counted over its pages and its ring, has 8 or 4 bits.
   KOKKOS_INLINE_FUNCTION bool is_packed(std::int64_t head, std::int64_t row) const {
     return format.keys != RowType::wide && row < retained(head);
+  }
+  /// Returns the bounds of a full page's keys: the largest value of each dimension, then the
+  /// smallest ones. Bound is the type of `dtype`. Those of quantised keys are rotated, of type
+  /// bfloat16.
+  template <class Bound>
+  KOKKOS_INLINE_FUNCTION const Bound* page_bounds(std::int64_t head, std::int64_t page) const {
+    return reinterpret_cast<const Bound*>(metadata_addresses(page_table(head, page)) +
+                                          page_rows * page_metadata_row_bytes);
   }
   /// Returns the keys or values of a page with quantised rows.
   KOKKOS_INLINE_FUNCTION QuantisedRows quantised(std::int64_t head, std::int64_t page,

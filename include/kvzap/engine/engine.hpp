@@ -37,12 +37,23 @@ struct CacheOptions : LoadedPruning {
   int page_rows = 64;
   /// How pages store rows.
   PageFormat page_format = {};
+  /// The full pages that a step of one token reads of each KV head, except in the first two layers
+  /// of the model (Quest, arXiv 2406.10774). A token that a policy observes by
+  /// attention weights reads all. If not all are read, pages stay with the owners of their heads,
+  /// whatever `balance` is. Only with kernels of the host.
+  ReadPages read_pages = {};
   /// Limit on the bytes of this rank's rings and pages; 0: no limit.
   std::size_t kv_limit = 0;
   /// Full pages move between ranks when the rank with most rows of a layer has more than 1 +
   /// balance times the mean; 0: rows stay with the owners of their heads.
   double balance = default_balance;
 };
+
+/// Returns "all", a number of pages such as "16", or a share such as "0.25".
+std::string name_of(const ReadPages& read);
+/// Returns what such a text says. A number with a point is a share: "1" is one page. Throws Error
+/// for any other text: a number of pages is at least 1, a share above 0 and at most 1.
+ReadPages read_pages_from_name(const std::string& text);
 
 /// Scores that a policy gives to the rows of a context without pruning it.
 struct ContextScores {

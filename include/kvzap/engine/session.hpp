@@ -25,6 +25,8 @@ struct SessionOptions {
   DType dtype = DType::bf16;
   /// How pages store keys and values that have left the window.
   PageFormat page_format = {};
+  /// See CacheOptions::read_pages. Files of `save` record it.
+  ReadPages read_pages = {};
   WeightStorage weights = WeightStorage::as_stored;
   /// Use only this many of the first layers, for trials; absent: all.
   std::optional<std::int64_t> layers;

@@ -64,6 +64,9 @@ struct MemoryDemand {
   std::vector<std::int64_t> weights = {};
   /// How pages store rows; the newest `window` rows count as wide ones.
   PageFormat format = {};
+  /// Rows of a page whose keys have bounds (CacheOptions::read_pages), which count in kv_full,
+  /// kv_unpruned and kv_kept; 0: they have none.
+  int bounded_page_rows = 0;
 };
 
 /// Returns the plan for `config` and the demand.

@@ -81,7 +81,7 @@ struct Sharing {
                           HeadPartition::even(sharing_layers, kv_heads, comm.size()), comm.rank(),
                           {5})),
         scorer(model.partition(), comm.rank(), 0.6, 6, 3),
-        decoder(model, &scorer, comm, window, 4, nullptr, format) {}
+        decoder(model, &scorer, comm, window, 4, nullptr, {format}) {}
 
   std::vector<float> logits(const StepBatch& batch, std::size_t span = 0) {
     return decoder.step(batch).at(span).logits;

@@ -30,6 +30,7 @@ const std::map<std::string, std::string> rooms_of_headers = {
     {"core/eviction", "cache"},
     {"core/keep_list", "cache"},
     {"core/ragged_layer", "cache"},
+    {"core/read_pages", "attention"},
     {"core/score", "linalg"},
     {"core/view_checks", "base"},
     {"engine/external_layer", "engine"},

@@ -109,6 +109,7 @@ TEST(Help, TellsDefaults) {
                                                           {"chunk INT", "2048"},
                                                           {"n-predict INT", "128"},
                                                           {"temp FLOAT", "0"},
+                                                          {"read-pages PAGES", "all"},
                                                           {"page-rows INT", "64"}};
   for (const auto& [flag, value] : defaults) {
     const std::size_t begin = text.find(std::string("--") + flag + " ");

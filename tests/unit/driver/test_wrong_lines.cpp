@@ -155,6 +155,7 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
         {"--balance", "-1"},
         {"--kv-type", "q9"},
         {"--kv-type", "auto"},
+        {"--read-pages", "0"},
         {"--dtype", "int3"},
         {"--weights", "q5"},
         {"--snapshot-every", "4"},
@@ -251,7 +252,8 @@ TEST(WrongLines, EveryCommandExitsWithTwoAndOneLine) {
         {"--window", "0"},
         {"--window", "auto"},
         {"--parallel", "both"},
-        {"--kv-type", "q9"}}},
+        {"--kv-type", "q9"},
+        {"--read-pages", "2.5"}}},
       {make, {{"--per-task", "0"}, {"--tasks", "x"}, {"--haystack", "x"}, {"--length", "0"}}},
       {quantize, {{"-t", "0"}, {"--type", "Q9"}, {"--json", "x.gguf"}}},
   };

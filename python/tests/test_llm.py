@@ -61,6 +61,15 @@ def test_every_policy_text_is_a_pruning(golden):
         assert 0.1 < chat.report.evict_ratio < 0.6, text
 
 
+def test_long_answers_stay_within_the_budget(golden):
+    for policy in ("h2o", "tova", "r-kv"):
+        chat = kvzap.LLM(MODEL, f"{policy}@keep-tokens=48@decode-every=16@decode-keep=48").session().read(golden["context"])
+        chat.ask(golden["question"], max_new_tokens=200, regex="[a-z ]{9000}")  # no end before that
+        assert len(chat.answer_ids) == 200
+        kept = chat.report.kept
+        assert kept.min() >= 48 and kept.max() < 48 + 16, (policy, kept)
+
+
 def test_a_policy_is_a_function(golden):
     layers = []
 

@@ -5,11 +5,8 @@
 #include <kvzap/model/safetensors.hpp>
 #include <memory>
 
-#include "base/host_threads.hpp"
-#include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
-#include "linalg/host/row_kernels.hpp"
 #include "policy/query_statistics.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_products.hpp"
@@ -113,50 +110,6 @@ void multiply_form(const ExecutionSpace& exec, const ConstMatrix& keys, const Ma
                       Kokkos::subview(products, Kokkos::ALL, left));
   linalg::multiply_nn(exec, 1, keys, Kokkos::subview(form, Kokkos::ALL, right), 0,
                       Kokkos::subview(products, Kokkos::ALL, right));
-}
-
-// Turns the logits of each query head (group, rows) into exponentials. Also computes the factor
-// that makes them probabilities, divided by the size of the group.
-void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, int group,
-            const RowVector& factors) {
-  if (base::machine().on_host()) {
-    float* const of_heads = factors.data();
-    base::host_for("kvzap::expected_attention::softmax", group, [=](std::int64_t g) {
-      constexpr std::int64_t slice = 1024;
-      float* const of_head = logits + g * rows;
-      const float largest = linalg::max_of(of_head, rows);
-      double sum = 0;
-      for (std::int64_t r = 0; r < rows; r += slice) {
-        sum += linalg::exp_shifted(of_head + r, std::min(slice, rows - r), largest);
-      }
-      of_heads[g] = static_cast<float>(1 / (sum * group));
-    });
-    return;
-  }
-  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
-  Kokkos::parallel_for(
-      "kvzap::expected_attention::softmax", Team(exec, group, Kokkos::AUTO),
-      KOKKOS_LAMBDA(const typename Team::member_type& team) {
-        const int g = team.league_rank();
-        float* const of_head = logits + g * rows;
-        float largest = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, rows),
-            [&](std::int64_t r, float& most) {
-              if (of_head[r] > most) most = of_head[r];
-            },
-            Kokkos::Max<float>(largest));
-        double sum = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, rows),
-            [&](std::int64_t r, double& partial) {
-              of_head[r] = base::math::exp(of_head[r] - largest);
-              partial += static_cast<double>(of_head[r]);
-            },
-            sum);
-        Kokkos::single(Kokkos::PerTeam(team),
-                       [&] { factors(g) = static_cast<float>(1 / (sum * group)); });
-      });
 }
 
 // scores(r) = sum over the group of its factor * probabilities (group, row); if there are norms,

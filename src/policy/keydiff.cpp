@@ -7,17 +7,6 @@ namespace {
 
 using Floats = Kokkos::View<float*, MemorySpace>;
 
-void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& keys,
-                   const Floats& inverse) {
-  const std::int64_t dim = keys.extent(1);
-  Kokkos::parallel_for(
-      "kvzap::policy::keydiff_norms", PolicyRange(exec, 0, keys.extent(0)),
-      KOKKOS_LAMBDA(std::int64_t r) {
-        const float norm = policy::norm(&keys(r, 0), dim);
-        inverse(r) = 1.0f / (norm < 1e-12f ? 1e-12f : norm);
-      });
-}
-
 // The anchor's length does not affect a cosine. It is scaled to length 1 (in kvpress, to the length
 // of a mean), so that sums over many rows stay in range.
 void unit_anchor(const ExecutionSpace& exec, const ColumnSums::Sums& sums, std::int64_t dim,

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
+#include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::policy {
 namespace {
@@ -89,6 +91,60 @@ void shift_and_scale(const ExecutionSpace& exec, const Policy::ScoreView& scores
 }
 
 }  // namespace
+
+void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows,
+                   const Kokkos::View<float*, MemorySpace>& inverse) {
+  const std::int64_t dim = rows.extent(1);
+  Kokkos::parallel_for(
+      "kvzap::policy::inverse_norms", PolicyRange(exec, 0, rows.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        const float length = norm(&rows(r, 0), dim);
+        inverse(r) = 1.0f / (length < 1e-12f ? 1e-12f : length);
+      });
+}
+
+void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, std::int64_t count,
+            const Kokkos::View<float*, MemorySpace>& factors) {
+  if (base::machine().on_host()) {
+    float* const of_vectors = factors.data();
+    base::host_for("kvzap::policy::soften", count, [=](std::int64_t i) {
+      constexpr std::int64_t slice = 1024;
+      float* const vector = logits + i * rows;
+      const float largest = linalg::max_of(vector, rows);
+      double sum = 0;
+      for (std::int64_t r = 0; r < rows; r += slice) {
+        sum += linalg::exp_shifted(vector + r, std::min(slice, rows - r), largest);
+      }
+      of_vectors[i] = static_cast<float>(1 / (sum * static_cast<double>(count)));
+    });
+    return;
+  }
+  using Team = Kokkos::TeamPolicy<ExecutionSpace>;
+  Kokkos::parallel_for(
+      "kvzap::policy::soften", Team(exec, static_cast<int>(count), Kokkos::AUTO),
+      KOKKOS_LAMBDA(const typename Team::member_type& team) {
+        const std::int64_t i = team.league_rank();
+        float* const vector = logits + i * rows;
+        float largest = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, rows),
+            [&](std::int64_t r, float& most) {
+              if (vector[r] > most) most = vector[r];
+            },
+            Kokkos::Max<float>(largest));
+        double sum = 0;
+        Kokkos::parallel_reduce(
+            Kokkos::TeamThreadRange(team, rows),
+            [&](std::int64_t r, double& partial) {
+              vector[r] = base::math::exp(vector[r] - largest);
+              partial += static_cast<double>(vector[r]);
+            },
+            sum);
+        Kokkos::single(Kokkos::PerTeam(team), [&] {
+          factors(i) = static_cast<float>(1 / (sum * static_cast<double>(count)));
+        });
+      });
+}
 
 void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,
                 std::int64_t count, const Kokkos::View<const float*, MemorySpace>& frequencies,

@@ -54,6 +54,16 @@ KOKKOS_INLINE_FUNCTION float norm(const float* x, std::int64_t dim) {
   return base::math::sqrt(dot(x, x, dim));
 }
 
+/// inverse(r) = 1 / max(|rows(r, :)|, 1e-12)
+void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows,
+                   const Kokkos::View<float*, MemorySpace>& inverse);
+
+/// Turns `count` vectors of logits (count, rows) into exponentials, and computes factors (count)
+/// that make them probabilities, divided by `count`: the sum of factor * exponential over the
+/// vectors is their mean softmax.
+void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, std::int64_t count,
+            const Kokkos::View<float*, MemorySpace>& factors);
+
 /// Cosines and sines of RoPE, turns (count, 2, pairs), for the angles (first + stride * t) *
 /// frequencies(d), in double; times `scale`.
 void fill_turns(const ExecutionSpace& exec, std::int64_t first, std::int64_t stride,

@@ -66,9 +66,7 @@ class SnapKV final : public Policy {
   }
 
   void score(PolicyLayer& layer, const ScoreView& scores) override {
-    TokenBlock window = layer.recent();
-    const std::int64_t end = window.first + window.count;
-    if (end <= m_window) shorten(window, std::max<std::int64_t>(1, end / 2));
+    const TokenBlock window = observation_window(layer, m_window);
     const auto queries = static_cast<float>(window.count * layer.extents().group);
     std::vector<Rows> protected_rows;
     for (int h = 0; h < layer.heads(); ++h) {
@@ -84,15 +82,6 @@ class SnapKV final : public Policy {
   }
 
  private:
-  // Shortens the window to its newest `count` tokens.
-  static void shorten(TokenBlock& window, std::int64_t count) {
-    const std::int64_t from = window.count - std::min(count, window.count);
-    window.queries = Kokkos::subview(window.queries, std::make_pair(from, window.count),
-                                     Kokkos::ALL, Kokkos::ALL);
-    window.first += from;
-    window.count -= from;
-  }
-
   std::int64_t m_window;
   Pooling m_pooling;
   WindowAttention m_attention;

@@ -42,19 +42,6 @@ struct Tile {
   }
 };
 
-void pack_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries, int head,
-                  int group, float scale, const Matrix& packed) {
-  const std::int64_t first = static_cast<std::int64_t>(head) * group;
-  const auto dim = static_cast<std::int64_t>(packed.extent(1));
-  Kokkos::parallel_for(
-      "kvzap::window_attention::pack",
-      RowRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t query = i / dim;
-        packed(query, i % dim) = scale * queries(query / group, first + query % group, i % dim);
-      });
-}
-
 // seen(token) = rows at positions up to the token's own.
 void find_seen(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions,
                std::int64_t rows, std::int64_t first, std::int64_t count, const Seen& seen) {
@@ -259,16 +246,89 @@ void reduce_tile(const ExecutionSpace& exec, const Tile& tile, bool counts, bool
       });
 }
 
+// A query of the token at `position` attends to rows whose exponential times `factor` is at least
+// `least`. Both forms take the queries in order.
+KOKKOS_INLINE_FUNCTION void attend_once(float exponential, float factor, float least,
+                                        std::int64_t position, std::int64_t& last,
+                                        std::int64_t& longest) {
+  if (!(exponential * factor >= least)) return;
+  if (position - last > longest) longest = position - last;
+  last = position;
+}
+
+// first: position of the tile's first token.
+void track_tile(const ExecutionSpace& exec, const Tile& tile, std::int64_t first,
+                const WindowAttention::Recurrence& recurrence) {
+  const float* const factors = tile.largest;
+  std::int64_t* const last = recurrence.last.data() + tile.begin;
+  std::int64_t* const longest = recurrence.longest.data() + tile.begin;
+  const float least = recurrence.probability;
+  if (base::machine().on_host()) {
+    base::host_for("kvzap::window_attention::track", (tile.rows + reduced_rows - 1) / reduced_rows,
+                   [=](std::int64_t slice) {
+                     const std::int64_t begin = slice * reduced_rows;
+                     const std::int64_t end = std::min(begin + reduced_rows, tile.rows);
+                     for (std::int64_t q = 0; q < tile.queries; ++q) {
+                       const float* const values = tile.logits + q * tile.rows;
+                       for (std::int64_t r = begin; r < end; ++r) {
+                         attend_once(values[r], factors[q], least, first + q / tile.group, last[r],
+                                     longest[r]);
+                       }
+                     }
+                   });
+    return;
+  }
+  Kokkos::parallel_for(
+      "kvzap::window_attention::track", RowRange(exec, 0, tile.rows),
+      KOKKOS_LAMBDA(std::int64_t r) {
+        for (std::int64_t q = 0; q < tile.queries; ++q) {
+          attend_once(tile.logits[q * tile.rows + r], factors[q], least, first + q / tile.group,
+                      last[r], longest[r]);
+        }
+      });
+}
+
 }  // namespace
+
+void pack_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries, int head,
+                  int group, float scale, const Matrix& packed) {
+  const std::int64_t first = static_cast<std::int64_t>(head) * group;
+  const auto dim = static_cast<std::int64_t>(packed.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::window_attention::pack",
+      RowRange(exec, 0, static_cast<std::int64_t>(packed.extent(0)) * dim),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t query = i / dim;
+        packed(query, i % dim) = scale * queries(query / group, first + query % group, i % dim);
+      });
+}
+
+TokenBlock observation_window(PolicyLayer& layer, std::int64_t window) {
+  TokenBlock block = layer.recent();
+  const std::int64_t end = block.first + block.count;
+  if (end > window) return block;
+  const std::int64_t count = std::min(std::max<std::int64_t>(1, end / 2), block.count);
+  const std::int64_t from = block.count - count;
+  block.queries =
+      Kokkos::subview(block.queries, std::make_pair(from, block.count), Kokkos::ALL, Kokkos::ALL);
+  block.first += from;
+  block.count = count;
+  return block;
+}
 
 void WindowAttention::sum(PolicyLayer& layer, int head, const TokenBlock& queries, Factor factor,
                           const RowVector& mass) {
-  reduce(layer, head, queries, {Reduction::Kind::sum, factor, mass});
+  reduce(layer, head, queries, {Reduction::Kind::sum, factor, mass, {}});
 }
 
 void WindowAttention::count_below_mean(PolicyLayer& layer, int head, const TokenBlock& queries,
                                        const RowVector& counts) {
-  reduce(layer, head, queries, {Reduction::Kind::count, Factor::one, counts});
+  reduce(layer, head, queries, {Reduction::Kind::count, Factor::one, counts, {}});
+}
+
+void WindowAttention::track(PolicyLayer& layer, int head, const TokenBlock& queries,
+                            const Recurrence& recurrence) {
+  reduce(layer, head, queries, {Reduction::Kind::track, Factor::one, {}, recurrence});
 }
 
 void WindowAttention::reduce(PolicyLayer& layer, int head, const TokenBlock& block,
@@ -344,7 +404,11 @@ void WindowAttention::reduce_some(PolicyLayer& layer, const PolicyLayer::RowsVie
       multiply(tile);
       tile.largest = m_largest.data() + t * queries;
     }
-    reduce_tile(exec, tile, counts, first == 0, reduction.result.data());
+    if (reduction.kind == Reduction::Kind::track) {
+      track_tile(exec, tile, block.first + first, reduction.recurrence);
+    } else {
+      reduce_tile(exec, tile, counts, first == 0, reduction.result.data());
+    }
   }
 }
 

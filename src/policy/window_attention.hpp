@@ -9,6 +9,15 @@
 
 namespace kvzap::policy {
 
+/// packed (query, head_dim) = scale * queries of the group of `head`: all query heads of a token,
+/// then those of the next one.
+void pack_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries, int head,
+                  int group, float scale, const linalg::Matrix& packed);
+
+/// Returns the newest `window` tokens, PolicyNeeds::recent. The window of a sequence that is not
+/// longer than it is the newer half of the sequence. Call it in `score` only.
+TokenBlock observation_window(PolicyLayer& layer, std::int64_t window);
+
 /// The probabilities that some queries, in all query heads of a KV head's group, give each row of
 /// that head. They are softmax(q . k / sqrt(head_dim)) over the rows at positions up to the query's
 /// own, with the model's soft cap and sinks, in float, computed tile by tile from the head's keys.
@@ -40,15 +49,26 @@ class WindowAttention {
   /// below 1 / (rows that the query sees).
   void count_below_mean(PolicyLayer& layer, int head, const TokenBlock& queries,
                         const RowVector& counts);
+  /// The tokens whose queries attend to a row.
+  struct Recurrence {
+    /// A token attends to a row if a query head of the group gives it at least this probability.
+    float probability = 0;
+    Kokkos::View<std::int64_t*, MemorySpace> last;  // (row): position of the newest such token
+    Kokkos::View<std::int64_t*, MemorySpace>
+        longest;  // (row): longest interval between two of them
+  };
+  /// Goes on with `recurrence`, whose views have at least rows(head) elements, by these tokens.
+  void track(PolicyLayer& layer, int head, const TokenBlock& queries, const Recurrence& recurrence);
   /// Frees the scratch space.
   void release() { *this = {}; }
 
  private:
   struct Reduction {
-    enum class Kind { sum, count };
+    enum class Kind { sum, count, track };
     Kind kind;
     Factor factor;
     RowVector result;
+    Recurrence recurrence;
   };
   void reduce(PolicyLayer& layer, int head, const TokenBlock& block, const Reduction& reduction);
   void reduce_some(PolicyLayer& layer, const PolicyLayer::RowsView& keys, int head,

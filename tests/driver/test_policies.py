@@ -320,6 +320,29 @@ class Budgets(TestCase):
             self.assertTrue(least <= rows < least + 6, rows)
 
 
+    def test_long_answers(self):
+        """Answers far longer than the budget: the rows of a head and the cache's memory stay bounded."""
+        budget = ["--keep-tokens", "48", "--decode-every", "16", "--decode-keep", "48", "--ignore-eos"]
+        for policy in ("h2o", "tova", "r-kv", "lazy-eviction", "tri-attention"):
+            for ranks in (0, 2):
+                with self.subTest(policy=policy, ranks=ranks):
+                    peaks = set()
+                    for count in (163, 643):
+                        (answer,) = self.report(*ASK, "--policy", policy, *budget, "-n", str(count), ranks=ranks)["answers"]
+                        self.assertEqual(answer["new_tokens"], count)
+                        self.assertEqual(answer["cache"]["tokens"], TOKENS + answer["question_tokens"] + count - 1)
+                        self.assertEqual(self.rows(answer, answer["cache"]), {48 + count % 16})
+                        peaks.add(answer["cache"]["kv"]["peak_allocated_bytes"])
+                    self.assertEqual(len(peaks), 1)
+
+    def test_long_answers_with_a_budget_always(self):
+        """--prune always is met with cuts."""
+        flags = [*ASK, "--policy", "h2o", "--keep-tokens", "48", "--prune", "always", "-n", "100", "--ignore-eos"]
+        self.fail_with(run_command([KVZAP, "run", *flags]), "--keep-tokens is met with --decode-every N", code=2)
+        report = self.report(*flags, "--decode-every", "16", "--decode-keep", "48")
+        self.assertEqual(self.rows(report, report["answers"][0]["cache"]), {48 + 100 % 16})
+
+
 class Dump(TestCase):
     def dump(self, *flags, ranks=0, report=True):
         file = self.folder / "dump.safetensors"

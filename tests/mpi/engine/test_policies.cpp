@@ -409,6 +409,45 @@ TEST_F(Policies, ChooseWhileGenerating) {
   }
 }
 
+// Answers far longer than the budget: a head never has more rows than a cut leaves and the tokens
+// between two cuts, and the cache stops growing.
+TEST_F(Policies, KeepLongAnswersWithinTheBudget) {
+  const std::int64_t keep = 24, every = 6, new_tokens = 40 * every;
+  options.pruning.decode = {every, keep, {}};
+  const PolicySetup setup{config, partition, DType::f32, {}, comm};
+  Budget budget;
+  budget.amount = Budget::Amount::keep_tokens;
+  budget.keep_tokens = keep;
+  for (const char* name : {"h2o", "tova", "snapkv:window=4", "keydiff", "r-kv:window=4",
+                           "lazy-eviction:window=4", "tri-attention"}) {
+    options.policy = std::make_shared<PolicyChoice>(
+        make_policy(parse_policy(name), budget, std::nullopt, setup));
+    const auto engine = Engine::create(model, nullptr, options, comm);
+    const SequenceId sequence = engine->add_sequence();
+    engine->step(
+        StepBatch(sequence, some_tokens(50), engine->rule(StepPart::context), StepOutput::none));
+    std::int64_t early = 0;
+    for (std::int64_t step = 1; step <= new_tokens; ++step) {
+      const std::vector<TokenId> token = {static_cast<TokenId>(step * step % vocabulary)};
+      engine->step(
+          StepBatch(sequence, token, engine->rule(StepPart::generated), StepOutput::argmax));
+      for (const auto& [place, positions] : kept(*engine, sequence)) {
+        ASSERT_EQ(positions.size(), static_cast<std::size_t>(keep + step % every))
+            << name << " step " << step;
+        if (step % every != 0) {
+          EXPECT_EQ(positions.back(), 50 + step - 1);
+        }
+      }
+      const CacheReport report = engine->report(sequence);
+      if (step == 4 * every) early = report.peak_allocated_bytes;
+      if (step == new_tokens) {
+        EXPECT_EQ(report.peak_allocated_bytes, early) << name;
+      }
+    }
+    EXPECT_EQ(engine->tokens(sequence), 50 + new_tokens);
+  }
+}
+
 // A threshold: rows are judged as they leave the window, those of generated tokens too.
 TEST_F(Policies, JudgeByAThreshold) {
   const int tokens = 100, new_tokens = 20;

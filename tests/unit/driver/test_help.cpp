@@ -121,12 +121,31 @@ TEST(Help, TellsDefaults) {
 
 TEST(PoliciesCommand, ListsNames) {
   const std::string text = driver::policies_text("");
-  for (const char* name : {"knorm",      "random",       "streaming-llm", "keydiff",
-                           "lagkv",      "leverage",     "cur",           "compactor",
-                           "qfilter",    "cap",          "snapkv",        "tova",
-                           "h2o",        "scissorhands", "pyramidkv",     "expected-attention",
-                           "non-causal", "simlayerkv",   "finch",         "kvzap",
-                           "fastkvzip",  "duo-attention"}) {
+  for (const char* name : {"knorm",
+                           "random",
+                           "streaming-llm",
+                           "keydiff",
+                           "lagkv",
+                           "leverage",
+                           "cur",
+                           "compactor",
+                           "qfilter",
+                           "cap",
+                           "snapkv",
+                           "tova",
+                           "h2o",
+                           "scissorhands",
+                           "r-kv",
+                           "lazy-eviction",
+                           "tri-attention",
+                           "pyramidkv",
+                           "expected-attention",
+                           "non-causal",
+                           "simlayerkv",
+                           "finch",
+                           "kvzap",
+                           "fastkvzip",
+                           "duo-attention"}) {
     EXPECT_TRUE(has(text, std::string("^  ") + name + " ")) << name;
   }
   for (const char* name : {"ada", "pyramid", "global", "per-layer", "critical", "chunk", "chunkkv",

@@ -30,19 +30,39 @@ TEST(NearestName, IsTheOneThatTakesFewestChanges) {
 }
 
 TEST(PolicyList, HasAllNamesOnce) {
-  const std::vector<std::string> expected = {
-      "knorm",      "random",        "streaming-llm", "keydiff",
-      "lagkv",      "leverage",      "cur",           "compactor",
-      "qfilter",    "cap",           "snapkv",        "tova",
-      "h2o",        "scissorhands",  "pyramidkv",     "expected-attention",
-      "non-causal", "simlayerkv",    "finch",         "kvzap",
-      "fastkvzip",  "duo-attention", "kvzip",         "kvzip-plus"};
+  const std::vector<std::string> expected = {"knorm",
+                                             "random",
+                                             "streaming-llm",
+                                             "keydiff",
+                                             "lagkv",
+                                             "leverage",
+                                             "cur",
+                                             "compactor",
+                                             "qfilter",
+                                             "cap",
+                                             "snapkv",
+                                             "tova",
+                                             "h2o",
+                                             "scissorhands",
+                                             "r-kv",
+                                             "lazy-eviction",
+                                             "tri-attention",
+                                             "pyramidkv",
+                                             "expected-attention",
+                                             "non-causal",
+                                             "simlayerkv",
+                                             "finch",
+                                             "kvzap",
+                                             "fastkvzip",
+                                             "duo-attention",
+                                             "kvzip",
+                                             "kvzip-plus"};
   std::vector<std::string> found;
   for (const PolicyInfo& info : policies()) found.push_back(info.name);
   EXPECT_EQ(found, expected);
   std::set<std::string> names(found.begin(), found.end());
   for (const ModifierInfo& info : modifiers()) EXPECT_TRUE(names.insert(info.name).second);
-  EXPECT_EQ(names.size(), 33u);
+  EXPECT_EQ(names.size(), 36u);
 }
 
 void check_parameters(const std::string& name, const std::vector<PolicyParameter>& parameters) {

@@ -166,6 +166,11 @@ const char* const openapi_requests = R"json(
   "kv_budget": {"description": "Bytes, or a text such as 512M.", "anyOf": [
     {"type": "integer", "minimum": "@keep_tokens.least", "maximum": "@keep_tokens.most"}, {"type": "string"}]},
   "prune": {"type": "string", "enum": ["none", "prefill", "always"]},
+  "decode_every": {"description": "Cut the cache after this many tokens that follow the prompt.",
+    "type": "integer", "minimum": "@keep_tokens.least", "maximum": "@keep_tokens.most"},
+  "decode_keep": {"description": "Rows of each head that such a cut leaves.",
+    "type": "integer", "minimum": "@keep_tokens.least", "maximum": "@keep_tokens.most"},
+  "decode_evict_ratio": {"description": "Share of all tokens so far that such a cut evicts.", "type": "number"},
   "kv_type": {"type": "string", "description": "Type of keys and values that have left the window."},
   "return_kept": {"type": "boolean", "description": "The reply says which rows of the prompt stayed."}}},
 "EmbeddingFields": {"type": "object", "properties": {

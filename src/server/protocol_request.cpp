@@ -101,6 +101,23 @@ bool read_amount(const std::string& key, const Json& value, PruneWish& wish) {
   return true;
 }
 
+/// Reads a field of "kvzap" about cuts while the answer is generated. Returns false for another.
+bool read_cuts(const std::string& key, const Json& value, Pruning::DecodeCuts& cuts) {
+  const std::string name = "kvzap." + key;
+  const Json object = {{name, value}};
+  if (key == "decode_every") {
+    cuts.every = integer_of(object, name.c_str(), limits::keep_tokens, 0);
+  } else if (key == "decode_keep") {
+    cuts.keep = integer_of(object, name.c_str(), limits::keep_tokens, 0);
+  } else if (key == "decode_evict_ratio") {
+    if (!value.is_number() || !std::isfinite(value.get<double>())) refuse(name, "a number", value);
+    cuts.evict_ratio = value.get<double>();
+  } else {
+    return false;
+  }
+  return true;
+}
+
 PruneWish wish_of(const Json& body) {
   PruneWish wish;
   const Json* const field = field_of(body, "kvzap");
@@ -123,11 +140,11 @@ PruneWish wish_of(const Json& body) {
       if (!wish.prune) refuse("kvzap.prune", "\"none\", \"prefill\" or \"always\"", value);
     } else if (key == "kv_type") {
       wish.kv_type = text_of(value, "kvzap.kv_type");
-    } else if (key != kept_field) {
+    } else if (!read_cuts(key, value, wish.decode) && key != kept_field) {
       throw BadRequest("kvzap",
                        fmt::format("kvzap has no field {}; expected policy, threshold, "
-                                   "evict_ratio, keep_tokens, kv_budget, prune, kv_type or "
-                                   "return_kept",
+                                   "evict_ratio, keep_tokens, kv_budget, prune, decode_every, "
+                                   "decode_keep, decode_evict_ratio, kv_type or return_kept",
                                    files::in_quotes(key)));
     }
   }

@@ -27,6 +27,9 @@ std::string request_name(PruningField field) {
     case PruningField::keep_tokens:
     case PruningField::kv_budget:
     case PruningField::prune:
+    case PruningField::decode_every:
+    case PruningField::decode_keep:
+    case PruningField::decode_evict_ratio:
       return "kvzap." + name;
     default:
       std::replace(name.begin(), name.end(), '_', '-');
@@ -51,6 +54,11 @@ std::string amount_field(const PruneWish& wish) {
                       : wish.evict_ratio ? PruningField::evict_ratio
                       : wish.keep_tokens ? PruningField::keep_tokens
                                          : PruningField::kv_budget);
+}
+
+/// The first field that has no effect on a full cache.
+std::string useless_field(const PruneWish& wish) {
+  return wish.has_amount() ? amount_field(wish) : request_name(PruningField::decode_every);
 }
 
 /// Throws BadRequest for a budget that is too small for some prompt.
@@ -217,7 +225,7 @@ Pruning RequestPolicies::standard(const PruneWish& wish) const {
   Pruning pruning = standard.pruning;
   pruning.mode = wish.prune.value_or(standard.mode());
   if (!standard.policy) {
-    if (wish.has_amount() || pruning.prunes()) {
+    if (wish.has_amount() || wish.has_cuts() || pruning.prunes()) {
       throw BadRequest("kvzap", m_names.empty()
                                     ? "the server was started without a surrogate or policy"
                                     : "the server was started without a surrogate or policy; "
@@ -226,9 +234,10 @@ Pruning RequestPolicies::standard(const PruneWish& wish) const {
     return pruning;
   }
   if (!pruning.prunes()) {
-    if (!wish.has_amount()) return pruning;
-    throw BadRequest("kvzap", fmt::format("{} has no effect: prune is none", amount_field(wish)));
+    if (!wish.has_amount() && !wish.has_cuts()) return pruning;
+    throw BadRequest("kvzap", fmt::format("{} has no effect: prune is none", useless_field(wish)));
   }
+  if (wish.has_cuts()) pruning.decode = wish.decode;
   if (!wish.has_amount()) return pruning;
   set_amount(pruning, wish);
   if (!has_own_kvzap()) {
@@ -254,9 +263,9 @@ Pruning RequestPolicies::of_server(const PruneWish& wish, const std::string& nam
                      fmt::format("{} is {}; expected {} without parameters and modifiers",
                                  policy_field, files::in_quotes(*wish.policy), name));
   }
-  if (is_full && wish.has_amount()) {
+  if (is_full && (wish.has_amount() || wish.has_cuts())) {
     throw BadRequest(policy_field, fmt::format("{} {} cannot be combined with {}", policy_field,
-                                               name, amount_field(wish)));
+                                               name, useless_field(wish)));
   }
   if (!is_full && !wish.has_amount()) {
     throw BadRequest("kvzap.threshold",
@@ -303,6 +312,7 @@ Pruning RequestPolicies::requested(const PruneWish& wish) const {
   pruning.policy = own;
   pruning.mode = mode;
   set_amount(pruning, wish);
+  pruning.decode = wish.decode;
   PruningUse use;
   use.has_question = false;
   try {

@@ -1462,9 +1462,31 @@ class Policies(ServerTest):
                     self.ask(server, policy="kvzap", threshold=-3.4)
             self.stop(server)
 
+    def test_long_answers(self):
+        """Cuts while the answer is generated: of the server, of a request, and on two ranks."""
+        cuts = {"decode_every": 16, "decode_keep": 48}
+        own = ["--policy", "h2o", "--keep-tokens", 48, "--decode-every", 16, "--decode-keep", 48]
+        for flags, ranks in ((["--dtype", "f32"], 0), (["--dtype", "f32", *own], 2)):
+            server = self.start(*flags, ranks=ranks)
+            for policy in ("h2o", "tova", "r-kv", None):
+                if policy is None and not ranks:
+                    continue
+                wish = {"policy": policy, "keep_tokens": 48, **cuts} if policy else {}
+                for count in (100, 400):
+                    reply = server.post(CHAT, {**ASK, "max_tokens": count, "ignore_eos": True, "kvzap": wish})
+                    usage = reply["usage"]
+                    self.assertEqual(usage["completion_tokens"], count)
+                    tokens = usage["prompt_tokens"] + count - 1
+                    rows = (1 - reply["kvzap"]["evict_ratio"]) * tokens
+                    self.assertTrue(47.5 <= rows < 48 + 16, (policy, count, rows))
+            self.stop(server)
+
     def test_errors(self):
         server = self.start("--dtype", "f32")
         for wish, param, words in (
+            ({"policy": "snapkv", "keep_tokens": 9, "decode_every": 4}, "kvzap.decode_keep", "kvzap.decode_every needs"),
+            ({"policy": "kvzip", "keep_tokens": 9, "decode_every": 4, "decode_keep": 9}, "kvzap.decode_every",
+             "cannot score again"),
             ({"policy": "snapvk", "evict_ratio": 0.5}, "kvzap.policy",
              "'snapvk'; expected one that this server can run for a request: none, knorm, random, "),
             ({"policy": "kvzap", "threshold": -3}, "kvzap.policy", "expected one that"),

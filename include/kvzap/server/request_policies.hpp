@@ -18,10 +18,12 @@ struct PruneWish {
   // At most one of these is set.
   std::optional<double> threshold, evict_ratio;
   std::optional<std::int64_t> keep_tokens, kv_bytes;
+  Pruning::DecodeCuts decode;  // without `every`, `keep` and `evict_ratio`: the server's
   std::optional<PruneMode> prune;
   std::optional<std::string> kv_type;  // as page_format_from_name
 
   bool has_amount() const { return threshold || evict_ratio || keep_tokens || kv_bytes; }
+  bool has_cuts() const { return decode != Pruning::DecodeCuts(); }
 };
 
 /// Turns the wishes of requests into prunings, and loads their policies. Every rank has one.

@@ -109,6 +109,9 @@ TEST_F(RequestPoliciesTest, ReplaceTheServersPolicy) {
     PruneWish wish = wish_of("knorm", {});
     wish.keep_tokens = 7;
     EXPECT_EQ(policies.pruning_of(wish).amount.keep_tokens, 7);
+    wish.decode = {128, {}, 0.9};
+    EXPECT_EQ(policies.pruning_of(wish).decode, wish.decode);
+    wish.decode = {};
     wish.keep_tokens = {};
     wish.kv_bytes = 100000;
     EXPECT_EQ(policies.pruning_of(wish).amount.kv_bytes, 100000);
@@ -153,7 +156,17 @@ TEST_F(RequestPoliciesTest, RefusalsNameTheFieldAndTheAlternatives) {
   refuse(wish, field, "kvzap.policy snapkv cannot be combined with kvzap.prune none");
   wish.prune = PruneMode::always;
   refuse(wish, "kvzap.prune", "kvzap.prune always needs a threshold");
-  refuse(wish, "kvzap.prune", "kvzap.evict_ratio is met with the server's --decode-every N");
+  refuse(wish, "kvzap.prune", "kvzap.evict_ratio is met with kvzap.decode_every N");
+  wish.decode = {4, 9, {}};
+  EXPECT_EQ(policies.pruning_of(wish).decode, wish.decode);
+  wish.decode = {4, {}, {}};
+  refuse(wish, "kvzap.decode_keep",
+         "kvzap.decode_every needs kvzap.decode_keep or kvzap.decode_evict_ratio");
+  wish.decode = {0, 9, {}};
+  refuse(wish, "kvzap.decode_keep", "has no effect without kvzap.decode_every");
+  wish = wish_of("none", {});
+  wish.decode = {4, 9, {}};
+  refuse(wish, field, "kvzap.policy none cannot be combined with kvzap.decode_every");
   // Budgets that some prompt would exceed, in the middle of a step.
   wish = wish_of("knorm", {});
   wish.kv_bytes = 10;
@@ -173,6 +186,8 @@ TEST_F(RequestPoliciesTest, WithoutAPolicyTheKindOfAmountIsTheServers) {
   EXPECT_EQ(policies.pruning_of(wish).amount.keep_tokens, 20);
   wish.keep_tokens = 30;
   EXPECT_EQ(policies.pruning_of(wish).amount.keep_tokens, 30);
+  wish.decode = {4, 20, {}};
+  EXPECT_EQ(policies.pruning_of(wish).decode, wish.decode);
   wish.keep_tokens = {};
   wish.evict_ratio = 0.5;
   expect_refusal(policies, wish, "kvzap.evict_ratio", "does not prune by evict_ratio");

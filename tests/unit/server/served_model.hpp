@@ -30,6 +30,7 @@ inline ServedModel served() {
     pruning.amount.keep_tokens = wish.keep_tokens;
     pruning.amount.kv_bytes = wish.kv_bytes;
     pruning.policy = wish.policy.value_or("");
+    pruning.decode = wish.decode;
     if (wish.evict_ratio) throw BadRequest("kvzap.evict_ratio", "there is no budget");
     return pruning;
   };

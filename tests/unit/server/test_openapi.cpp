@@ -87,7 +87,8 @@ const std::vector<std::string> chats = {
        "tool_choice": {"type": "function", "function": {"name": "f"}},
        "chat_template_kwargs": {"enable_thinking": true}, "stream_options": {"include_usage": true},
        "kvzap": {"policy": "", "keep_tokens": 5, "prune": "none", "kv_type": "q8",
-                 "return_kept": true, "threshold": null, "evict_ratio": null, "kv_budget": null}})",
+                 "return_kept": true, "threshold": null, "evict_ratio": null, "kv_budget": null,
+           "decode_every": 4, "decode_keep": 9, "decode_evict_ratio": null}})",
     R"({"messages": [{"role": "user", "content": "x"}], "response_format":
          {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "strict": true}}})",
     R"({"messages": [{"role": "user", "content": "x"}], "response_format":
@@ -106,7 +107,8 @@ TEST(OpenApi, HasTheFieldsThatReadersOfCompletionsKnow) {
   std::vector<std::string> bodies(chats.begin() + 1, chats.end());
   bodies.emplace_back(R"({"stream_options": {"include_usage": true}, "tool_choice": "none",
       "kvzap": {"policy": "", "keep_tokens": 5, "prune": "none", "kv_type": "q8",
-                "return_kept": true, "threshold": null, "evict_ratio": null, "kv_budget": null}})");
+                "return_kept": true, "threshold": null, "evict_ratio": null, "kv_budget": null,
+           "decode_every": 4, "decode_keep": 9, "decode_evict_ratio": null}})");
   for (std::string& body : bodies) body.insert(1, R"("prompt": "x", )");
   const Names known = asked(Endpoint::completions, bodies),
               listed = documented("CompletionRequest");
@@ -126,7 +128,8 @@ TEST(OpenApi, HasTheFieldsThatReadersOfOtherProtocolsKnow) {
          "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": true},
          "thinking": {"type": "enabled"}, "kvzap": {"policy": "", "keep_tokens": 5,
            "prune": "none", "kv_type": "q8", "return_kept": true, "threshold": null,
-           "evict_ratio": null, "kv_budget": null}})",
+           "evict_ratio": null, "kv_budget": null,
+           "decode_every": 4, "decode_keep": 9, "decode_evict_ratio": null}})",
       R"({"messages": [{"role": "user", "content": "x"}],
           "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}})",
       R"({"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"json": null,
@@ -144,7 +147,8 @@ TEST(OpenApi, HasTheFieldsThatReadersOfOtherProtocolsKnow) {
          "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
          "tool_choice": {"type": "function", "name": "f"}, "reasoning": {"effort": "none"},
          "kvzap": {"policy": "", "keep_tokens": 5, "prune": "none", "kv_type": "q8",
-           "return_kept": true, "threshold": null, "evict_ratio": null, "kv_budget": null}})",
+           "return_kept": true, "threshold": null, "evict_ratio": null, "kv_budget": null,
+           "decode_every": 4, "decode_keep": 9, "decode_evict_ratio": null}})",
       R"({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "object"}}}})",
       R"({"input": "x", "structured_outputs": {"json": null, "json_object": null, "regex": null,
          "choice": null, "grammar": null}})"};
@@ -175,7 +179,7 @@ TEST(OpenApi, HasTheFieldsOfPruningAndTokenizers) {
   for (const std::string& name : documented("PruningFields")) {
     EXPECT_NE(expected.find(name), std::string::npos) << name << ": " << expected;
   }
-  EXPECT_EQ(std::count(expected.begin(), expected.end(), ','), 6) << expected;  // of eight names
+  EXPECT_EQ(std::count(expected.begin(), expected.end(), ','), 9) << expected;  // of eleven names
   const Names to_tokenize = documented("TokenizeRequest");
   const Names to_detokenize = documented("DetokenizeRequest");
   {

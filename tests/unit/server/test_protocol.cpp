@@ -147,6 +147,10 @@ TEST(Protocol, RequestsHaveAPruningOfTheirOwn) {
   const Pruning rows = pruning_of({{"policy", "snapkv:window=32"}, {"keep_tokens", 7}});
   EXPECT_EQ(rows.policy, "snapkv:window=32");
   EXPECT_EQ(rows.amount.keep_tokens, 7);
+  const Pruning cut = pruning_of(
+      {{"policy", "h2o"}, {"keep_tokens", 7}, {"decode_every", 128}, {"decode_evict_ratio", 0.5}});
+  EXPECT_EQ(cut.decode, (Pruning::DecodeCuts{128, {}, 0.5}));
+  EXPECT_EQ(pruning_of({{"decode_keep", 64}}).decode, (Pruning::DecodeCuts{0, 64, {}}));
   EXPECT_EQ(pruning_of({{"kv_budget", "2kB"}}).amount.kv_bytes, 2000);
   EXPECT_EQ(pruning_of({{"kv_budget", 4096}}).amount.kv_bytes, 4096);
 }
@@ -362,6 +366,9 @@ TEST(Protocol, BadRequestsNameTheirField) {
   of_chat({{"kvzap", {{"kv_type", 8}}}}, "kvzap.kv_type", "string");
   of_chat({{"kvzap", {{"keep_tokens", 1.5}}}}, "kvzap.keep_tokens", "integer from 1");
   of_chat({{"kvzap", {{"keep_tokens", 0}}}}, "kvzap.keep_tokens", "integer from 1");
+  of_chat({{"kvzap", {{"decode_every", 0}}}}, "kvzap.decode_every", "integer from 1");
+  of_chat({{"kvzap", {{"decode_keep", "9"}}}}, "kvzap.decode_keep", "integer from 1");
+  of_chat({{"kvzap", {{"decode_evict_ratio", "9"}}}}, "kvzap.decode_evict_ratio", "number");
   of_chat({{"kvzap", {{"kv_budget", "much"}}}}, "kvzap.kv_budget", "expected bytes");
   of_chat({{"kvzap", {{"kv_budget", -1}}}}, "kvzap.kv_budget", "integer from 1");
   of_chat({{"kvzap", {{"evict_ratio", 0.5}}}}, "kvzap.evict_ratio", "no budget");

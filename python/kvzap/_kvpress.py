@@ -54,12 +54,16 @@ MODIFIERS: dict[str, tuple[str, dict[str, str]]] = {
 }
 REFUSED = {
     "KVzipPress": "the model reads the context twice: use kvzap.LLM with the policy kvzip or kvzip-plus",
-    "RestoreKVPress": "the model reads the context twice",
+    "RestoreKVPress": "it fills part of the cache with trained rows",
     "KVgradPress": "it needs gradients",
     "FinchPress": "it has to know the question: use kvzap.LLM or the program with the policy finch",
     "ThinKPress": "it prunes dimensions of keys, not pairs",
     "CAMPress": "it merges pairs",
     "MergingPress": "it merges pairs",
+    "ComposedPress": "several presses cut one after another: pass one of them",
+    "KVComposePress": "kvzap has no such policy; the nearest one is h2o+global",
+    "LUKVPress": "its budgets come from a table for one model; the nearest one is expected-attention+global",
+    "EntropyGatedChunkKVPress": "kvzap has no such modifier; the nearest one is +chunkkv",
     "BlockPress": "pass the press within it; the result is the same",
     "PerLayerCompressionPress": "its ratios come from a file here: +per-layer:ratios=FILE",
 }

@@ -610,6 +610,12 @@ class TestKvpress:
         with pytest.raises(kvzap.Error, match="Changed"):
             kvzap.from_press(Changed(0.5))
 
+    def test_the_table_of_names_has_every_press(self, kvpress):
+        page = (ROOT / "docs/guide/from-kvpress.md").read_text()
+        presses = [name for name in dir(kvpress) if name.endswith("Press")]
+        assert len(presses) >= 45
+        assert [name for name in presses if f"`{name}`" not in page] == []
+
     def test_texts_of_prunings(self, kvpress):
         kvzap_press = kvpress.KVzapPress(model_type="mlp")
         text = str(kvzap.from_press(kvpress.DMSPress(kvzap_press, threshold=-4, decoding=True), surrogate="a+b@c"))

@@ -795,7 +795,7 @@ TEST_F(Policies, FailAsAWhole) {
   const auto small =
       std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, {3}));
   const PolicySetup setup{config, whole, DType::f32, {}, alone};
-  for (const char* name : {"h2o", "snapkv", "non-causal"}) {
+  for (const char* name : {"h2o", "snapkv", "non-causal", "r-kv"}) {
     options.policy = std::make_shared<PolicyChoice>(
         make_policy(parse_policy(name), by_ratio(0.5), std::nullopt, setup));
     const auto engine = Engine::create(small, nullptr, options, alone);

@@ -240,7 +240,7 @@ class TriAttention final : public Policy {
                           "kvzap::tri_attention::magnitudes");
     const ConstMatrix centres(m_centres.data() + head * group * dim, group, dim);
     const ConstMatrix lengths(m_lengths.data() + head * group * dim / 2, group, dim / 2);
-    const Matrix values(m_values.data(), group, rows);
+    Matrix values(m_values.data(), group, rows);
     const PolicyLayer::RowsView keys = layer.keys(head);
     linalg::multiply_nt(exec, 1, centres, keys, 0, values);
     for (std::int64_t begin = 0; begin < rows; begin += magnitude_rows) {

@@ -284,5 +284,22 @@ TEST(TriAttention, AttentionOfCentresByDistance) {
   }
 }
 
+// More rows than one product takes.
+TEST(DecodingPolicies, ManyRows) {
+  LayerShape shape;
+  shape.kv_heads = 1;
+  shape.head_dim = 32;
+  shape.tokens = shape.new_tokens = 1500;
+  const LayerData data = random_layer(shape, 35);
+  in_all_forms([&] {
+    FakeLayer layer(data);
+    expect_scores(layer.run(*make(policy::tri_attention(), {{"history", "20"}})),
+                  expected_tri_attention(data, 20, 65536), 1e-4);
+    // Some rows have no similar one among the newest.
+    expect_scores(layer.run(*make(policy::r_kv(), {{"similarity", "0.8"}})),
+                  expected_r_kv(data, {8, 7, 0.1, 0.8, 1}));
+  });
+}
+
 }  // namespace
 }  // namespace kvzap::test

@@ -31,7 +31,9 @@ struct FloatPair {
   float lower, upper;
 };
 
-namespace emulated {
+}  // namespace kvzap::base::cuda
+
+namespace kvzap::base::cuda::emulated {
 
 struct Copy {
   std::uint32_t target;
@@ -201,7 +203,9 @@ float value_of(std::uint32_t pair, int which) {
   return static_cast<float>(value);
 }
 
-}  // namespace emulated
+}  // namespace kvzap::base::cuda::emulated
+
+namespace kvzap::base::cuda {
 
 inline int thread_of_block() { return emulated::block()->current; }
 inline int lane_of_warp() { return thread_of_block() % 32; }

@@ -189,6 +189,7 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"unpack_chunk_float8", "QuantisedFormat.UnpackedPanelsHaveTheSameValues"},
     {"attention/host/decode_kernels.inc", "AttentionPaths.AgreeWithDoublePrecisionForAnyHead"},
     {"attention/host/quantised_attention.inc", "QuantisedAttention.AgreesWithDoublePrecision"},
+    {"attention/host/page_choice.inc", "ReadPagesOf.AgreeWithPlainLoops"},
     {"attention/host/tile_kernels.inc", "Mass.AgreesWithDoublePrecision"},
     {"attention/host/vector_math.inc", "SimdVec.OperationsAgreeWithScalarCode"},
     {"decode_##name", "BlockFormats.DecodeToTheReferenceValues"},

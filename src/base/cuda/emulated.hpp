@@ -62,10 +62,12 @@ struct Place {
 struct Thread {
   ucontext_t beginning{};
   Place place{};
-  std::vector<char> stack;
+  char* stack = nullptr;
   bool has_begun = false, has_ended = false;
   std::vector<std::vector<Copy>> groups = {{}};
 };
+
+inline constexpr std::size_t stack_bytes = std::size_t{1} << 18;
 
 struct Block {
   std::vector<unsigned char> memory;
@@ -142,10 +144,9 @@ inline void thread_body() {
 inline void run(Block& here, std::mt19937& random) {
   block() = &here;
   for (Thread& thread : here.threads) {
-    thread.stack.resize(std::size_t{1} << 18);
     getcontext(&thread.beginning);
-    thread.beginning.uc_stack.ss_sp = thread.stack.data();
-    thread.beginning.uc_stack.ss_size = thread.stack.size();
+    thread.beginning.uc_stack.ss_sp = thread.stack;
+    thread.beginning.uc_stack.ss_size = stack_bytes;
     makecontext(&thread.beginning, thread_body, 0);
   }
   // A warp runs ahead of the others for as long as it can or as drawn.
@@ -178,10 +179,12 @@ struct Shape {
 template <class Kernel>
 void launch(const Shape& shape, Kernel kernel) {
   std::mt19937 random(1);
+  const std::unique_ptr<char[]> stacks(new char[shape.threads * stack_bytes]);
   for (int i = 0; i < shape.blocks_x * shape.blocks_y; ++i) {
     Block here;
     here.memory.assign(shape.bytes + 16, 0xff);  // NaN: memory that nothing wrote shows
     here.threads.resize(shape.threads);
+    for (int t = 0; t < shape.threads; ++t) here.threads[t].stack = &stacks[t * stack_bytes];
     here.all.set_size(shape.threads);
     here.warps.resize(shape.threads / 32);
     for (Party& warp : here.warps) warp.set_size(32);

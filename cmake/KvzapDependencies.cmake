@@ -45,6 +45,7 @@ function(kvzap_find_kokkos)
   endif()
   set(KVZAP_KOKKOS_VERSION "${version}" PARENT_SCOPE)
   set(KVZAP_KOKKOS_BACKENDS "${backends}" PARENT_SCOPE)
+  set(KVZAP_KOKKOS_CUDA_ARCHITECTURE "${Kokkos_CUDA_ARCHITECTURES}" PARENT_SCOPE)
 endfunction()
 kvzap_find_kokkos()
 

@@ -37,6 +37,7 @@ def outer_name(functor):
     base = name.partition("<")[0]
     name = base.rpartition("::")[2] + name[len(base):]
     name = re.sub(r"<View<.*", "", re.sub(r"\b(\w+::)+", "", name))
+    name = name.replace("> >", ">>")
     return name + (f" #{lambda_number[1]}" if lambda_number and lambda_number[1] != "1" else "")
 
 

@@ -7,15 +7,8 @@ namespace kvzap::attention::tensor_cores {
 namespace {
 
 cuda::FlashSpan span_of(const AttentionSpan& span, const AttentionCall& call) {
-  const CachedLayer& cached = span.cached;
   cuda::FlashSpan found{};
-  found.rows.table = cached.page_table.data();
-  found.rows.retained = cached.retained.data();
-  found.rows.ring = cached.ring.data();
-  found.rows.first_new = static_cast<std::int32_t>(span.first_new);
-  found.rows.table_stride = static_cast<std::int32_t>(cached.page_table.stride(0));
-  found.rows.ring_rows = static_cast<std::int32_t>(cached.ring_rows());
-  found.rows.new_rows = static_cast<std::int32_t>(span.new_rows);
+  found.rows = place_of(span);
   found.queries = call.queries.data();
   found.query_strides = strides_of(call.queries);
   found.output = call.output.data();
@@ -41,38 +34,12 @@ bool launch_tiles(const ExecutionSpace& exec, const AttentionSpan& span,
   using Tiles = cuda::FlashTiles<Value, D>;
   if (Tiles::bytes > base::cuda::most_block_memory()) return false;
   static std::atomic<bool> is_prepared{false};
-  const WideRows<Value> rows{span.cached.addresses.data(),
-                             call.new_keys.values<Value>(),
-                             call.new_values.values<Value>(),
-                             strides_of(call.new_keys),
-                             span.cached.window,
-                             span.cached.page_rows,
-                             span.cached.format.vectors()};
   const std::int64_t tiles =
       (span.queries * call.group + Tiles::query_rows - 1) / Tiles::query_rows;
   base::cuda::launch(exec, is_prepared, cuda::attend_tiles<Value, D>,
                      {tiles, call.kv_heads, 32 * Tiles::warps, Tiles::bytes}, span_of(span, call),
-                     rows);
+                     wide_rows_of<Value>(span.cached, call));
   return true;
-}
-
-template <class Value>
-bool attend_typed(const ExecutionSpace& exec, const AttentionSpan& span,
-                  const AttentionCall& call) {
-  switch (call.dim) {
-    case 64:
-      return launch_tiles<Value, 64>(exec, span, call);
-    case 80:
-      return launch_tiles<Value, 80>(exec, span, call);
-    case 96:
-      return launch_tiles<Value, 96>(exec, span, call);
-    case 128:
-      return launch_tiles<Value, 128>(exec, span, call);
-    case 256:
-      return launch_tiles<Value, 256>(exec, span, call);
-    default:
-      return false;
-  }
 }
 
 }  // namespace
@@ -82,15 +49,9 @@ bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const At
   for (int head = 0; span.cached.format.quantised() && head < call.kv_heads; ++head) {
     if (span.cached.bounds(head) > 0) return false;
   }
-  switch (call.dtype()) {
-    case DType::f16:
-      return attend_typed<half>(exec, span, call);
-    case DType::bf16:
-      return attend_typed<bfloat16>(exec, span, call);
-    case DType::f32:
-      break;
-  }
-  return false;
+  return with_wide_heads(call.dtype(), call.dim, [&](auto zero, auto dim) {
+    return launch_tiles<decltype(zero), decltype(dim)::value>(exec, span, call);
+  });
 }
 
 }  // namespace kvzap::attention::tensor_cores

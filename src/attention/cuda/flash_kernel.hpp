@@ -27,7 +27,6 @@ struct FlashSpan {
 /// Tiles of a block: each of its warps has `row_tiles` times 16 query rows.
 template <class Value, int D>
 struct FlashTiles {
-  static constexpr int dim = D;
   static constexpr int warps = 4;
   static constexpr int row_tiles = D <= 128 ? 2 : 1;
   static constexpr int warp_rows = 16 * row_tiles;

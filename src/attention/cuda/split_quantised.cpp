@@ -5,31 +5,18 @@
 namespace kvzap::attention::tensor_cores {
 namespace {
 
-template <RowType keys, RowType values, int D>
-bool launch_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
-                  const CachedLayer& cached, const AttentionCall& call) {
-  using Tiles = cuda::QuantisedTiles<keys, values, D>;
-  const Tiles tiles{{cached.addresses.data(), cached.page_rows, cached.format.values_are_keys}};
-  return cuda::launch_split(exec, spans, parts, tiles, call);
-}
-
 template <RowType keys, RowType values>
 bool attend_typed(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
                   const CachedLayer& cached, const AttentionCall& call) {
-  switch (call.dim) {
-    case 64:
-      return launch_parts<keys, values, 64>(exec, spans, parts, cached, call);
-    case 96:
-      if constexpr (keys == RowType::q8 && values == RowType::q8) {
-        return launch_parts<keys, values, 96>(exec, spans, parts, cached, call);
-      }
-      return false;
-    case 128:
-      return launch_parts<keys, values, 128>(exec, spans, parts, cached, call);
-    case 256:
-      return launch_parts<keys, values, 256>(exec, spans, parts, cached, call);
-    default:
-      return false;
+  const auto launch_parts = [&](auto dim) {
+    const cuda::QuantisedTiles<keys, values, decltype(dim)::value> tiles{
+        {cached.addresses.data(), cached.page_rows, cached.format.values_are_keys}};
+    return cuda::launch_split(exec, spans, parts, tiles, call);
+  };
+  if constexpr (keys == RowType::q8 && values == RowType::q8) {
+    return with_head_dim<64, 96, 128, 256>(call.dim, launch_parts);
+  } else {  // a row of 96 codes of 4 bits is no sequence of words for 32 dimensions
+    return with_head_dim<64, 128, 256>(call.dim, launch_parts);
   }
 }
 

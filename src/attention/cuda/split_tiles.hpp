@@ -4,6 +4,7 @@
 
 #include "attention/device/split_rows.hpp"
 #include "attention/softmax.hpp"
+#include "base/byte_permute.hpp"
 #include "base/cuda/tiles.hpp"
 
 namespace kvzap::attention::cuda {
@@ -128,8 +129,10 @@ struct Levels8 {
   std::uint32_t pair[2];
   KVZAP_CUDA explicit Levels8(std::uint32_t codes) {
     // 0x6400 + code is 1024 + code in half, and 0x6480 is 1152.
-    pair[0] = difference_of_pairs<half>(permuted(codes, 0x64646464u, 0x4140), 0x64806480u);
-    pair[1] = difference_of_pairs<half>(permuted(codes, 0x64646464u, 0x4342), 0x64806480u);
+    pair[0] =
+        difference_of_pairs<half>(base::permute_bytes(codes, 0x64646464u, 0x4140), 0x64806480u);
+    pair[1] =
+        difference_of_pairs<half>(base::permute_bytes(codes, 0x64646464u, 0x4342), 0x64806480u);
   }
 };
 
@@ -141,17 +144,17 @@ struct Levels4 {
     // The levels below 0 are those above, in reverse.
     const std::uint32_t negative = ~codes & 0x88888888u;
     const std::uint32_t sizes = (codes ^ (negative - (negative >> 3))) & 0x77777777u;
-    const std::uint32_t even = permuted(sizes, 0, 0x3120);  // bytes 0, 2, 1, 3
+    const std::uint32_t even = base::permute_bytes(sizes, 0, 0x3120);  // bytes 0, 2, 1, 3
     // The lower and the upper bytes of 6, 18, 31, 44, 58, 75, 96 and 127 in half.
-    const std::uint32_t low02 = permuted(0x80c08000u, 0xf000b040u, even & 0xffffu);
-    const std::uint32_t low13 = permuted(0x80c08000u, 0xf000b040u, even >> 16);
-    const std::uint32_t high02 = permuted(0x514f4c46u, 0x57565453u, even & 0xffffu);
-    const std::uint32_t high13 = permuted(0x514f4c46u, 0x57565453u, even >> 16);
+    const std::uint32_t low02 = base::permute_bytes(0x80c08000u, 0xf000b040u, even & 0xffffu);
+    const std::uint32_t low13 = base::permute_bytes(0x80c08000u, 0xf000b040u, even >> 16);
+    const std::uint32_t high02 = base::permute_bytes(0x514f4c46u, 0x57565453u, even & 0xffffu);
+    const std::uint32_t high13 = base::permute_bytes(0x514f4c46u, 0x57565453u, even >> 16);
     // In negative, the signs of a pair are 16 bits apart, as a pair needs them.
-    pair[0] = permuted(low02, high02, 0x6240) ^ ((negative << 12) & 0x80008000u);
-    pair[1] = permuted(low13, high13, 0x6240) ^ ((negative << 4) & 0x80008000u);
-    pair[2] = permuted(low02, high02, 0x7351) ^ ((negative << 8) & 0x80008000u);
-    pair[3] = permuted(low13, high13, 0x7351) ^ (negative & 0x80008000u);
+    pair[0] = base::permute_bytes(low02, high02, 0x6240) ^ ((negative << 12) & 0x80008000u);
+    pair[1] = base::permute_bytes(low13, high13, 0x6240) ^ ((negative << 4) & 0x80008000u);
+    pair[2] = base::permute_bytes(low02, high02, 0x7351) ^ ((negative << 8) & 0x80008000u);
+    pair[3] = base::permute_bytes(low13, high13, 0x7351) ^ (negative & 0x80008000u);
   }
 };
 
@@ -263,10 +266,10 @@ struct QuantisedTiles {
       constexpr bool is_q8 = values == RowType::q8;
       constexpr std::uint32_t of_first = is_q8 ? 0x5140u : 0x5410u;
       constexpr std::uint32_t of_second = is_q8 ? 0x7362u : 0x7632u;
-      const std::uint32_t first[2] = {permuted(codes[0], codes[1], of_first),
-                                      permuted(codes[2], codes[3], of_first)};
-      const std::uint32_t second[2] = {permuted(codes[0], codes[1], of_second),
-                                       permuted(codes[2], codes[3], of_second)};
+      const std::uint32_t first[2] = {base::permute_bytes(codes[0], codes[1], of_first),
+                                      base::permute_bytes(codes[2], codes[3], of_first)};
+      const std::uint32_t second[2] = {base::permute_bytes(codes[0], codes[1], of_second),
+                                       base::permute_bytes(codes[2], codes[3], of_second)};
       if constexpr (is_q8) {
         const Levels8 a(first[0]), b(first[1]), c(second[0]), d(second[1]);
         KVZAP_UNROLL

@@ -3,10 +3,29 @@
 // portable kernels of attention/device.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/call.hpp"
 #include "attention/device/split_parts.hpp"
 
 namespace kvzap::attention::tensor_cores {
+
+/// Returns work(std::integral_constant of `dim`) if `dim` is one of `dims`, otherwise false.
+template <int... dims, class Work>
+bool with_head_dim(int dim, const Work& work) {
+  return ((dim == dims && work(std::integral_constant<int, dims>())) || ...);
+}
+/// The same for the sizes and types of heads in 16 bits: work(zero of the type, size).
+template <class Work>
+bool with_wide_heads(DType dtype, int dim, const Work& work) {
+  return with_value_type(dtype, [&](auto zero) {
+    if constexpr (std::is_same_v<decltype(zero), float>) {
+      return false;
+    } else {
+      return with_head_dim<64, 80, 96, 128, 256>(dim, [&](auto size) { return work(zero, size); });
+    }
+  });
+}
 
 /// Attends the parts of wide rows as attend_groups does. Returns false, and does nothing, if there
 /// is no kernel for the type and size of heads (f16 and bf16 of 64, 80, 96, 128 or 256 dimensions)

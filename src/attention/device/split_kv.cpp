@@ -158,14 +158,8 @@ void attend_rows(const ExecutionSpace& exec, const SplitSpans& spans, std::int64
   if (by_tensor_cores && tensor_cores::attend_wide_parts(exec, spans, cached, call)) return;
   with_value_type(call.dtype(), [&](auto zero) {
     using Value = decltype(zero);
-    const WideRows<Value> rows{cached.addresses.data(),
-                               call.new_keys.values<Value>(),
-                               call.new_values.values<Value>(),
-                               strides_of(call.new_keys),
-                               cached.window,
-                               cached.page_rows,
-                               cached.format.vectors()};
-    attend_groups(exec, spans, spans.wide_parts, rows, call.queries.data(), strides, call.soft_cap);
+    attend_groups(exec, spans, spans.wide_parts, wide_rows_of<Value>(cached, call),
+                  call.queries.data(), strides, call.soft_cap);
   });
 }
 
@@ -281,18 +275,11 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
     for (int s = begin; s < end; s = next_single(s + 1), ++i) {
       const Span& span = spans[s];
       const PartBounds own = bounds_of(span);
-      const SplitSpan at{span.cached.page_table.data(),
-                         span.cached.retained.data(),
-                         span.cached.ring.data(),
-                         static_cast<std::int32_t>(span.first_new),
-                         static_cast<std::int32_t>(span.cached.page_table.stride(0)),
-                         static_cast<std::int32_t>(span.cached.ring_rows()),
-                         static_cast<std::int32_t>(span.new_rows),
-                         static_cast<std::int32_t>(span.first_query),
-                         static_cast<std::int32_t>(first_wide),
-                         static_cast<std::int32_t>(first_quantised),
-                         static_cast<std::int16_t>(own.wide),
-                         static_cast<std::int16_t>(own.quantised)};
+      SplitSpan at = place_of(span);
+      at.first_wide = static_cast<std::int32_t>(first_wide);
+      at.first_quantised = static_cast<std::int32_t>(first_quantised);
+      at.wide_parts = static_cast<std::int16_t>(own.wide);
+      at.quantised_parts = static_cast<std::int16_t>(own.quantised);
       first_wide += call.kv_heads * own.wide;
       first_quantised += call.kv_heads * own.quantised;
       if (!table) {

@@ -1,11 +1,9 @@
 // How the kernels of split_kv find and read the rows of a head, wide ones and quantised ones.
 #pragma once
 
-#include <kvzap/core/array_view.hpp>
-#include <kvzap/core/ragged_layer.hpp>
-
-#include "attention/device/byte_permute.hpp"
+#include "attention/call.hpp"
 #include "attention/device/row_vector.hpp"
+#include "base/byte_permute.hpp"
 
 namespace kvzap::attention {
 
@@ -34,6 +32,21 @@ struct SplitSpan {
     return retained[head] - quantised_rows(head) + ring_rows + new_rows;
   }
 };
+
+/// Returns the place of a span, without numbers of parts.
+inline SplitSpan place_of(const AttentionSpan& span) {
+  const CachedLayer& cached = span.cached;
+  SplitSpan place{};
+  place.table = cached.page_table.data();
+  place.retained = cached.retained.data();
+  place.ring = cached.ring.data();
+  place.first_new = static_cast<std::int32_t>(span.first_new);
+  place.table_stride = static_cast<std::int32_t>(cached.page_table.stride(0));
+  place.ring_rows = static_cast<std::int32_t>(cached.ring_rows());
+  place.new_rows = static_cast<std::int32_t>(span.new_rows);
+  place.query = static_cast<std::int32_t>(span.first_query);
+  return place;
+}
 
 /// The page of a row in its head's list, and its place there. (Positions have 32 bits; a division
 /// of 64 bits takes a hundred instructions on a GPU.)
@@ -119,6 +132,17 @@ struct WideRows {
   KOKKOS_INLINE_FUNCTION static float value_factor(std::int64_t /*note*/) { return 1.0f; }
 };
 
+template <class Value>
+WideRows<Value> wide_rows_of(const CachedLayer& cached, const AttentionCall& call) {
+  return {cached.addresses.data(),
+          call.new_keys.values<Value>(),
+          call.new_values.values<Value>(),
+          strides_of(call.new_keys),
+          cached.window,
+          cached.page_rows,
+          cached.format.vectors()};
+}
+
 struct RowScales {
   float key, value;
 };
@@ -173,18 +197,18 @@ struct QuantisedCodes {
     } else if constexpr (type == RowType::q8) {
       const Bytes8 both = reinterpret_cast<const Bytes8*>(row)[v];
       for (int e = 0; e < width; ++e) {
-        target[e] = byte_float(both.word[e / 4], e % 4) - 128.0f;
+        target[e] = base::byte_float(both.word[e / 4], e % 4) - 128.0f;
       }
     } else {
       const std::uint32_t word = reinterpret_cast<const Bytes4*>(row)[v].word;
       // The levels below 0 are those above, in reverse.
       const std::uint32_t negative = ~word & 0x88888888u;
       const std::uint32_t magnitudes = (word ^ (negative - (negative >> 3))) & 0x77777777u;
-      const std::uint32_t lower = permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes);
-      const std::uint32_t upper = permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes >> 16);
+      const std::uint32_t lower = base::permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes);
+      const std::uint32_t upper = base::permute_bytes(0x2c1f1206u, 0x7f604b3au, magnitudes >> 16);
       for (int e = 0; e < width; ++e) {
         const int nibble = e < 4 ? 2 * e : 2 * (e - 4) + 1;
-        const float size = byte_float(nibble < 4 ? lower : upper, nibble % 4);
+        const float size = base::byte_float(nibble < 4 ? lower : upper, nibble % 4);
         target[e] = base::bits_float(base::float_bits(size) |
                                      ((negative << (28 - 4 * nibble)) & 0x80000000u));
       }

@@ -331,17 +331,6 @@ std::uint32_t difference_of_pairs(std::uint32_t a, std::uint32_t b) {
   const FloatPair left = floats_of<Value>(a), right = floats_of<Value>(b);
   return rounded_pair<Value>(left.lower - right.lower, left.upper - right.upper);
 }
-inline std::uint32_t permuted(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
-  const std::uint64_t all = std::uint64_t{high} << 32 | low;
-  std::uint32_t found = 0;
-  for (int i = 0; i < 4; ++i) {
-    const unsigned which = selector >> (4 * i) & 15u;
-    if ((which & 8u) != 0) emulated::fail("a permutation of bytes selects a sign");
-    const auto byte = static_cast<std::uint32_t>(all >> (8 * which)) & 0xffu;
-    found |= byte << (8 * i);
-  }
-  return found;
-}
 inline float exp2_approximate(float x) { return std::exp2(x); }
 
 }  // namespace kvzap::base::cuda

@@ -142,11 +142,6 @@ KVZAP_CUDA std::uint32_t difference_of_pairs(std::uint32_t a, std::uint32_t b) {
   return *reinterpret_cast<const std::uint32_t*>(&difference);
 }
 
-/// Four of the eight bytes of two words: the lower 3 bits of each 4 of a selector's name one.
-KVZAP_CUDA std::uint32_t permuted(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
-  return __byte_perm(low, high, selector);
-}
-
 /// 2^x within 2 units in the last place; results below 2^-126 are 0.
 KVZAP_CUDA float exp2_approximate(float x) {
   float y;

@@ -1,4 +1,4 @@
-// Replaces the kernels of this folder in builds without CUDA.
+// Replaces the kernels of this folder in builds without CUDA, or for devices below 8.0.
 #include "linalg/cuda/quantised_products.hpp"
 
 namespace kvzap::linalg::tensor_cores {

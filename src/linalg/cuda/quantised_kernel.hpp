@@ -3,6 +3,7 @@
 // multiply the sums of a group of 32 inputs.
 #pragma once
 
+#include "base/byte_permute.hpp"
 #include "base/cuda/tiles.hpp"
 #include "linalg/quantised/format.hpp"
 
@@ -74,8 +75,10 @@ struct LaneCodes {
       }
       // 0x4300 + code is 128 + code in bf16.
       constexpr std::uint32_t centre = 0x43004300u + quantised::centre(kind) * 0x10001u;
-      pairs[0] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4140), centre);
-      pairs[1] = difference_of_pairs<bfloat16>(permuted(codes, 0x43434343u, 0x4342), centre);
+      pairs[0] =
+          difference_of_pairs<bfloat16>(base::permute_bytes(codes, 0x43434343u, 0x4140), centre);
+      pairs[1] =
+          difference_of_pairs<bfloat16>(base::permute_bytes(codes, 0x43434343u, 0x4342), centre);
     }
   }
 
@@ -86,7 +89,8 @@ struct LaneCodes {
     for (int e = 0; e < 4; ++e) {
       // The bits of 2^23 + 128 + code.
       values[e] =
-          base::bits_float(permuted(codes ^ 0x80808080u, 0x4b000000u, 0x7440u | e)) - 8388736.0f;
+          base::bits_float(base::permute_bytes(codes ^ 0x80808080u, 0x4b000000u, 0x7440u | e)) -
+          8388736.0f;
     }
     pairs[0] = rounded_pair<bfloat16>(values[0], values[1]);
     pairs[1] = rounded_pair<bfloat16>(values[2], values[3]);
@@ -97,8 +101,8 @@ struct LaneCodes {
     std::uint32_t selector = indices & 0x07070707u;
     selector |= selector >> 4;
     selector = (selector & 0xffu) | (selector >> 8 & 0xff00u);
-    const std::uint32_t of_lower = permuted(words[0], words[1], selector);
-    const std::uint32_t of_upper = permuted(words[2], words[3], selector);
+    const std::uint32_t of_lower = base::permute_bytes(words[0], words[1], selector);
+    const std::uint32_t of_upper = base::permute_bytes(words[2], words[3], selector);
     const std::uint32_t is_upper = (indices >> 3 & 0x01010101u) * 0xffu;
     return (of_lower & ~is_upper) | (of_upper & is_upper);
   }

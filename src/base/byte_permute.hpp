@@ -3,7 +3,7 @@
 
 #include <kvzap/core/types.hpp>
 
-namespace kvzap::attention {
+namespace kvzap::base {
 
 /// Returns byte i of a word as a float.
 KOKKOS_FORCEINLINE_FUNCTION float byte_float(std::uint32_t word, int i) {
@@ -13,7 +13,7 @@ KOKKOS_FORCEINLINE_FUNCTION float byte_float(std::uint32_t word, int i) {
 #else
   const std::uint32_t bits = 0x4b000000u | ((word >> (8 * i)) & 0xffu);
 #endif
-  return base::bits_float(bits) - 8388608.0f;
+  return bits_float(bits) - 8388608.0f;
 }
 
 /// Returns four of the eight bytes of `low` and `high`: the one whose number is in the lower 3 bits
@@ -23,6 +23,7 @@ KOKKOS_FORCEINLINE_FUNCTION std::uint32_t permute_bytes(std::uint32_t low, std::
 #if defined(__CUDA_ARCH__)
   return __byte_perm(low, high, selector & 0xffffu);
 #else
+  if ((selector & 0x8888u) != 0) Kokkos::abort("permute_bytes: a selector names no byte");
   const std::uint64_t all = std::uint64_t{high} << 32 | low;
   std::uint32_t found = 0;
   for (int i = 0; i < 4; ++i) {
@@ -33,4 +34,4 @@ KOKKOS_FORCEINLINE_FUNCTION std::uint32_t permute_bytes(std::uint32_t low, std::
 #endif
 }
 
-}  // namespace kvzap::attention
+}  // namespace kvzap::base

@@ -103,6 +103,10 @@ ReadPages read_pages(const std::string& text) {
   }
 }
 
+int bounded_page_rows(const std::string& text, int page_rows) {
+  return read_pages(text).all() ? 0 : page_rows;
+}
+
 std::string kv_type_name(const std::string& kv_type, const std::string& dtype) {
   return name_of(page_format(kv_type, dtype), dtype_from_name(dtype));
 }

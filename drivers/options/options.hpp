@@ -118,11 +118,15 @@ PageFormat page_format(const std::string& kv_type, const std::string& dtype);
 /// Returns the name of that format, such as "q8" or "bf16".
 std::string kv_type_name(const std::string& kv_type, const std::string& dtype);
 
-/// Declares options of several commands: --dtype (f32, bf16, f16), --weights, --random-weights.
 /// Declares --read-pages.
 void declare_read_pages(CLI::App& app, std::string& text, const std::string& group);
 /// Returns what --read-pages says. Throws Error for a text that says nothing.
 ReadPages read_pages(const std::string& text);
+/// Returns the rows of pages whose bounds are kept, as MemoryDemand::bounded_page_rows: 0 if all
+/// pages are read.
+int bounded_page_rows(const std::string& read_pages, int page_rows);
+
+/// Declares options of several commands: --dtype (f32, bf16, f16), --weights, --random-weights.
 void declare_dtype(CLI::App& app, std::string& dtype, const std::string& help,
                    const std::string& group);
 void declare_weights(CLI::App& app, std::string& weights, const std::string& group);

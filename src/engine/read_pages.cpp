@@ -24,8 +24,7 @@ ReadPages read_pages_from_name(const std::string& text) {
   if (is_share && read.share > 0 && read.share <= 1) return read;
   throw Error(
       fmt::format("is {}; expected a number of pages of at least 1, a share above 0 and at most 1 "
-                  "with a point, "
-                  "such as 0.25, or all",
+                  "with a point, such as 0.25, or all",
                   files::in_quotes(text)));
 }
 

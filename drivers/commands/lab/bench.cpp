@@ -63,7 +63,7 @@ std::int64_t bytes_of(const BenchTest& test, const BenchOptions& options, const 
                                  test.evict_ratio.value_or(0), ranks, static_cast<int>(rings),
                                  test.step_tokens, quantised_bytes(options, setup.config, ranks),
                                  page_format(options.kv_type, options.dtype),
-                                 read_pages(options.read_pages).all() ? 0 : options.page_rows});
+                                 bounded_page_rows(options.read_pages, options.page_rows)});
   const MemoryPlan copies = plan_memory(setup.config, {dtype, rings, 0, ranks, 0});
   std::int64_t most = 0;
   for (int r = 0; r < ranks; ++r) {

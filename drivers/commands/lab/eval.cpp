@@ -452,7 +452,7 @@ MemoryPlan Evaluation::plan_of(const PageFormat& format,
   return plan_memory(
       m_setup->config,
       {dtype_from_name(m_options.dtype), m_longest, 0, m_work.size(), m_options.pruning.window, 0,
-       weights, format, read_pages(m_options.read_pages).all() ? 0 : m_options.page_rows});
+       weights, format, bounded_page_rows(m_options.read_pages, m_options.page_rows)});
 }
 
 void Evaluation::check_memory_of_ranks() {

@@ -83,7 +83,7 @@ MemoryPlan plan_of(const EngineOptions& options, const ModelConfig& config, std:
       config, {dtype_from_name(options.dtype), tokens, eviction.ratio, ranks, eviction.window,
                options.pruning.prefill == PrefillMode::sparse ? options.pruning.chunk : 0,
                quantised_bytes(options, config, ranks), page_format(options.kv_type, options.dtype),
-               read_pages(options.read_pages).all() ? 0 : options.page_rows});
+               bounded_page_rows(options.read_pages, options.page_rows)});
 }
 
 std::int64_t pruned_tokens(const Prompt& prompt, const Pruning& pruning) {

@@ -163,6 +163,8 @@ const std::vector<EnvironmentVariable>& environment_variables() {
        "the widest of the processor, which --version names. A set that the processor lacks is an "
        "error"},
       {"KVZAP_PACK", "off: keep weights as plain rows; default: oneDNN's layout for the processor"},
+      {"KVZAP_GRAPH",
+       "off: launch each kernel of a decode step on a GPU by itself; default: all at once"},
       {"KVZAP_API_KEY", "kvzap serve: an API key, beside those of --api-key-file"},
       {"COLUMNS", "characters per line of help and progress; default: those of the terminal"},
   };

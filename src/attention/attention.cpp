@@ -178,11 +178,13 @@ Attention::Attention(DType dtype)
     : m_dtype(dtype), m_kernels(std::make_unique<attention::Kernels>()) {}
 Attention::~Attention() = default;
 
-void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
-                           const QueryView& queries, const ConstArrayView& new_keys,
-                           const ConstArrayView& new_values, const OutputView& output,
-                           const AttentionOptions& options) {
-  if (spans.empty()) return;
+// Checks a call of at least one span.
+attention::AttentionCall Attention::checked_call(const std::vector<Span>& spans,
+                                                 const QueryView& queries,
+                                                 const ConstArrayView& new_keys,
+                                                 const ConstArrayView& new_values,
+                                                 const OutputView& output,
+                                                 const AttentionOptions& options) const {
   const Layer& any = spans.front().cached;
   if (new_keys.dtype != m_dtype || new_values.dtype != m_dtype) {
     throw Error(fmt::format("attention: new keys are {} and new values {}; expected {}",
@@ -197,15 +199,19 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
                               spans[s].queries));
     }
   }
-  if (queries.extent(0) == 0 || any.heads == 0) return;
-  const attention::AttentionCall call{options,
-                                      queries,
-                                      new_keys,
-                                      new_values,
-                                      output,
-                                      any.heads,
-                                      static_cast<int>(queries.extent(1)) / any.heads,
-                                      any.head_dim};
+  const int group = any.heads > 0 ? static_cast<int>(queries.extent(1)) / any.heads : 1;
+  return {options, queries, new_keys, new_values, output, any.heads, group, any.head_dim};
+}
+
+void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
+                           const QueryView& queries, const ConstArrayView& new_keys,
+                           const ConstArrayView& new_values, const OutputView& output,
+                           const AttentionOptions& options) {
+  if (spans.empty()) return;
+  const attention::AttentionCall call =
+      checked_call(spans, queries, new_keys, new_values, output, options);
+  if (queries.extent(0) == 0 || call.kv_heads == 0) return;
+  const Implementations which = implementations(options.path);
   if constexpr (base::runs_on_host) {
     if (which.host) {
       m_kernels->host(exec, m_kernels->choice(exec, spans, call), call, which.by_tiles);
@@ -253,6 +259,32 @@ void Attention::decode(const ExecutionSpace& exec, const std::vector<Layer>& cac
     m_spans.push_back({layer, row, 1, row, 1, 0});
   }
   (*this)(exec, m_spans, queries, new_keys, new_values, output, options);
+}
+
+void Attention::plan_calls(std::size_t calls) { m_kernels->split.plan_calls(calls); }
+
+void Attention::plan(std::size_t number, const std::vector<Span>& spans, const QueryView& queries,
+                     const ConstArrayView& new_keys, const ConstArrayView& new_values,
+                     const OutputView& output, const AttentionOptions& options) {
+  if (spans.empty()) return;
+  const attention::AttentionCall call =
+      checked_call(spans, queries, new_keys, new_values, output, options);
+  if (queries.extent(0) == 0 || call.kv_heads == 0) return;
+  m_kernels->split.plan(number, spans, call);
+}
+
+void Attention::copy_plans(const ExecutionSpace& exec) { m_kernels->split.copy_plans(exec); }
+
+void Attention::run_planned(const ExecutionSpace& exec, std::size_t number) {
+  m_kernels->split.run_planned(exec, number);
+}
+
+void Attention::add_planned_shape(std::vector<std::int64_t>& shape) const {
+  m_kernels->split.add_shape(shape);
+}
+
+bool Attention::can_plan(const AttentionExtents& extents, AttentionPath path) {
+  return implementations(path).split && attention::SplitKV::can_plan(extents);
 }
 
 void Attention::reserve(const AttentionExtents& extents, AttentionPath path) {

@@ -3,6 +3,7 @@
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -25,6 +26,10 @@ void reserve_more(Vector& vector, std::size_t count) {
   reserve_room(vector, vector.size() + count);
 }
 
+/// How often memory has moved that kernels of later steps name again: scratch memory, and the
+/// arrays of pages' addresses.
+inline std::atomic<std::int64_t> memory_moves = 0;
+
 /// Makes `scratch` hold at least `count` elements; if it grows, their contents are unspecified. The
 /// old memory is freed before the new one is allocated, so that both never exist together. On the
 /// host, huge pages hold much of it: kernels read it in long runs, and eviction reads scattered
@@ -34,6 +39,7 @@ void reserve_scratch(Kokkos::View<Value*, Properties...>& scratch, std::int64_t 
                      const char* label) {
   if (static_cast<std::int64_t>(scratch.extent(0)) >= count) return;
   scratch = {};
+  ++memory_moves;
   before_allocation(count * sizeof(Value));
   scratch = Kokkos::View<Value*, Properties...>(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, std::string(label)), count);

@@ -1,5 +1,7 @@
 // Appends of one token without waiting: one kernel judges and moves the rows that leave the rings
 // of all sequences of a step.
+#include "base/launch.hpp"
+#include "base/staged.hpp"
 #include "base/team.hpp"
 #include "cache/cache_impl.hpp"
 #include "cache/quantised_place.hpp"
@@ -138,17 +140,18 @@ struct StepKernel : StepArgs {
   }
 };
 
-template <class Value>
-void launch(const ExecutionSpace& exec, int spans, const StepArgs& args) {
-  StepKernel<Value> kernel(args);
-  static_assert(sizeof(kernel) <= base::most_arguments);
-  const auto bytes = [&](int /*threads*/) {
-    return kernel.format.quantised() ? 2 * sizeof(float) * kernel.dim : 0;
-  };
-  kernel.scratch_bytes = static_cast<std::int32_t>(bytes(1));
-  Kokkos::parallel_for("kvzap::append::step",
+void launch(DType dtype, const ExecutionSpace& exec, int spans, const StepArgs& args) {
+  with_value_type(dtype, [&](auto zero) {
+    StepKernel<decltype(zero)> kernel(args);
+    static_assert(sizeof(kernel) <= base::most_arguments);
+    const auto bytes = [&](int /*threads*/) {
+      return kernel.format.quantised() ? 2 * sizeof(float) * kernel.dim : 0;
+    };
+    kernel.scratch_bytes = static_cast<std::int32_t>(bytes(1));
+    base::parallel_for("kvzap::append::step",
                        base::team_policy(exec, spans * kernel.heads, step_shape, kernel, bytes),
                        kernel);
+  });
 }
 
 /// Writes the kernel's arguments to memory. They are arguments of this kernel themselves, so
@@ -173,8 +176,8 @@ struct NewEntries {
 
   void link(const ExecutionSpace& exec) {
     if (count == 0) return;
-    Kokkos::parallel_for("kvzap::append::link", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, count),
-                         *this);
+    base::parallel_for("kvzap::append::link", Kokkos::RangePolicy<ExecutionSpace>(exec, 0, count),
+                       *this);
     count = 0;
   }
 };
@@ -193,26 +196,58 @@ class DeferredAppend {
         m_heads(store.shape.heads[layer]) {}
 
   void run(const NewPairs& pairs) {
-    for (std::size_t i = 0; i < m_n; ++i) m_store.enter(m_exec, sequence(i));
-    PageLease lease(m_store, m_layer);
-    or_out_of_memory("an append", 0, m_store.pool, [&] { take_pages_for(lease); });
-    link_pages(lease);
     StepArgs kernel;
     std::memset(static_cast<void*>(kernel.own), 0, sizeof(kernel.own));
     const bool passed = m_n <= std::size_t{StepArgs::most_own};
+    if (!passed) {
+      or_out_of_memory("an append", 0, m_store.pool, [&] { m_store.reserve_args(m_n); });
+    }
     SpanArgs* const all = passed ? kernel.own : reinterpret_cast<SpanArgs*>(m_work.new_args.data());
-    std::memset(static_cast<void*>(all), 0, m_n * sizeof(SpanArgs));
-    for (std::size_t i = 0; i < m_n; ++i) fill(all[i], i);
+    plan(all);
     if (!passed) {
       kernel.shared = reinterpret_cast<const SpanArgs*>(m_work.span_args.data());
       write_args();
     }
     fill(kernel, pairs);
-    with_value_type(m_store.dtype, [&](auto zero) {
-      launch<decltype(zero)>(m_exec, static_cast<int>(m_n), kernel);
-    });
+    launch(m_store.dtype, m_exec, static_cast<int>(m_n), kernel);
+  }
+
+  /// Does what is not the kernel's: takes pages, links them, counts the tokens. Writes the kernel's
+  /// arguments of each span to `all`.
+  void plan(SpanArgs* all) {
+    for (std::size_t i = 0; i < m_n; ++i) m_store.enter(m_exec, sequence(i));
+    PageLease lease(m_store, m_layer);
+    or_out_of_memory("an append", 0, m_store.pool, [&] { take_pages_for(lease); });
+    link_pages(lease);
+    std::memset(static_cast<void*>(all), 0, m_n * sizeof(SpanArgs));
+    for (std::size_t i = 0; i < m_n; ++i) fill(all[i], i);
     lease.commit();
     record();
+  }
+
+  void fill(StepArgs& kernel, const NewPairs& pairs) const {
+    const auto& [keys, values, scores] = pairs;
+    kernel.keys = keys.data;
+    kernel.values = values.data;
+    kernel.scores = scores.data();
+    kernel.addresses = m_store.pool.addresses(m_exec).data();
+    kernel.metadata_addresses = m_store.pool.metadata_addresses().data();
+    kernel.key_row = keys.strides[0];
+    kernel.key_head = keys.strides[1];
+    kernel.key_dim = keys.strides[2];
+    kernel.value_row = values.strides[0];
+    kernel.value_head = values.strides[1];
+    kernel.value_dim = values.strides[2];
+    kernel.score_head = scores.stride(0);
+    kernel.score_row = scores.stride(1);
+    kernel.heads = m_heads;
+    kernel.first_head = layer(0).first_head;
+    kernel.dim = m_store.shape.dim(m_layer);
+    kernel.most_dim = m_store.most_dim();
+    kernel.first_ring = m_store.ring_places[m_layer].first;
+    kernel.window = layer(0).window;
+    kernel.page_rows = m_store.shape.page_rows;
+    kernel.format = m_store.shape.format;
   }
 
  private:
@@ -236,7 +271,6 @@ class DeferredAppend {
       }
       m_store.widen_table(m_exec, sequence(i), longest);
     }
-    m_store.reserve_args(m_n);
     lease.take(m_exec, missing);
   }
 
@@ -316,37 +350,12 @@ class DeferredAppend {
       std::memcpy(static_cast<void*>(write.args), m_work.new_args.data() + i * sizeof(SpanArgs),
                   count * sizeof(SpanArgs));
       write.target = target + i;
-      Kokkos::parallel_for("kvzap::append::span_args",
-                           Kokkos::RangePolicy<ExecutionSpace>(m_exec, 0, static_cast<int>(count)),
-                           write);
+      base::parallel_for("kvzap::append::span_args",
+                         Kokkos::RangePolicy<ExecutionSpace>(m_exec, 0, static_cast<int>(count)),
+                         write);
     }
     std::memcpy(m_work.written_args.data(), m_work.new_args.data(), bytes);
     m_work.n_written = m_n;
-  }
-
-  void fill(StepArgs& kernel, const NewPairs& pairs) const {
-    const auto& [keys, values, scores] = pairs;
-    kernel.keys = keys.data;
-    kernel.values = values.data;
-    kernel.scores = scores.data();
-    kernel.addresses = m_store.pool.addresses(m_exec).data();
-    kernel.metadata_addresses = m_store.pool.metadata_addresses().data();
-    kernel.key_row = keys.strides[0];
-    kernel.key_head = keys.strides[1];
-    kernel.key_dim = keys.strides[2];
-    kernel.value_row = values.strides[0];
-    kernel.value_head = values.strides[1];
-    kernel.value_dim = values.strides[2];
-    kernel.score_head = scores.stride(0);
-    kernel.score_row = scores.stride(1);
-    kernel.heads = m_heads;
-    kernel.first_head = layer(0).first_head;
-    kernel.dim = m_store.shape.dim(m_layer);
-    kernel.most_dim = m_store.most_dim();
-    kernel.first_ring = m_store.ring_places[m_layer].first;
-    kernel.window = layer(0).window;
-    kernel.page_rows = m_store.shape.page_rows;
-    kernel.format = m_store.shape.format;
   }
 
   void record() {
@@ -375,14 +384,19 @@ class DeferredAppend {
   int m_heads;
 };
 
-void defer_spans(Store& store, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
-                 int layer, const NewPairs& pairs) {
+void check_single_tokens(Store& store, const AppendSpan* spans, std::size_t n, int layer,
+                         const NewPairs& pairs) {
   store.check_spans(spans, n, layer, pairs);
   for (std::size_t i = 0; i < n; ++i) {
     if (spans[i].rows != 1) {
       throw Error(fmt::format("cache append: {} tokens in one step; expected 1", spans[i].rows));
     }
   }
+}
+
+void defer_spans(Store& store, const ExecutionSpace& exec, const AppendSpan* spans, std::size_t n,
+                 int layer, const NewPairs& pairs) {
+  check_single_tokens(store, spans, n, layer, pairs);
   if (n == 0) return;
   if (store.shape.heads[layer] > 0) {
     DeferredAppend(store, exec, spans, n, layer).run(pairs);
@@ -392,6 +406,36 @@ void defer_spans(Store& store, const ExecutionSpace& exec, const AppendSpan* spa
 }
 
 }  // namespace
+
+/// Planned appends to all layers. A layer's arguments keep their place in the device's memory from
+/// step to step, which recorded launches rely on.
+class AppendPlans {
+ public:
+  /// Forgets all plans and makes room for those of n sequences.
+  void begin(std::size_t layers, std::size_t n) {
+    m_n = n;
+    m_kernels.assign(layers, StepArgs());
+    m_args.reserve(static_cast<std::int64_t>(layers * n), "kvzap::append::plans");
+    std::memset(static_cast<void*>(m_args.host()), 0, layers * n * sizeof(SpanArgs));
+  }
+  SpanArgs* args(int layer) { return m_args.host() + layer * m_n; }
+  StepArgs& kernel(int layer) {
+    m_kernels[layer].shared = m_args.device().data() + layer * m_n;
+    return m_kernels[layer];
+  }
+  void copy(const ExecutionSpace& exec) const {
+    m_args.copy(exec, static_cast<std::int64_t>(m_kernels.size() * m_n));
+  }
+  void launch(DType dtype, const ExecutionSpace& exec, int layer) const {
+    if (m_kernels[layer].heads == 0) return;
+    cache::launch(dtype, exec, static_cast<int>(m_n), m_kernels[layer]);
+  }
+
+ private:
+  std::size_t m_n = 0;
+  std::vector<StepArgs> m_kernels;  // (layer); without heads: none
+  base::Staged<SpanArgs> m_args;    // (layer, sequence)
+};
 
 // Reserves memory for the arguments of `n` sequences, beside the arguments that were written last.
 void Store::reserve_args(std::size_t n) {
@@ -422,6 +466,35 @@ void KVCache::append_deferred(const ExecutionSpace& exec, SequenceId sequence, i
                               const ScoresView& scores, const EvictionRule& rule) {
   const AppendSpan span{sequence, 0, keys.extents[0], rule, cache::has_scores(scores)};
   cache::defer_spans(*m_store, exec, &span, 1, layer, {keys, values, scores});
+}
+
+void KVCache::plan_appends(std::size_t sequences) {
+  cache::Store& store = *m_store;
+  cache::or_out_of_memory("an append", 0, store.pool, [&] {
+    if (!store.plans) store.plans = std::make_shared<cache::AppendPlans>();
+    store.plans->begin(store.shape.heads.size(), sequences);
+  });
+}
+
+void KVCache::plan_append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans,
+                          int layer, const ConstArrayView& keys, const ConstArrayView& values,
+                          const ScoresView& scores) {
+  cache::Store& store = *m_store;
+  const cache::NewPairs pairs{keys, values, scores};
+  cache::check_single_tokens(store, spans.data(), spans.size(), layer, pairs);
+  if (store.shape.heads[layer] == 0) {
+    for (cache::Sequence* const sequence : store.work.called) sequence->layers[layer].add_tokens(1);
+    return;
+  }
+  cache::DeferredAppend append(store, exec, spans.data(), spans.size(), layer);
+  append.plan(store.plans->args(layer));
+  append.fill(store.plans->kernel(layer), pairs);
+}
+
+void KVCache::copy_plans(const ExecutionSpace& exec) { m_store->plans->copy(exec); }
+
+void KVCache::append_planned(const ExecutionSpace& exec, int layer) {
+  m_store->plans->launch(m_store->dtype, exec, layer);
 }
 
 }  // namespace kvzap

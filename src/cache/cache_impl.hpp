@@ -200,6 +200,7 @@ struct NewPairs {
   const KVCache::ScoresView& scores;
 };
 
+class AppendPlans;
 class PageLease;
 
 /// The state of a KVCache, and what several of its functions do with it.
@@ -303,6 +304,7 @@ class Store {
   std::vector<States> next_states;  // of each sequence of the step, and of earlier steps
   MeteredBytes next_state_bytes;
   Workspace work;
+  std::shared_ptr<AppendPlans> plans;  // null before the first
 };
 
 /// Pages that a call has taken for its page lists. Without commit(), the destructor returns them to

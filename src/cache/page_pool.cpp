@@ -263,6 +263,7 @@ PagePool::AddressView PagePool::addresses() {
   if (m_addresses.extent(0) < m_pages.size()) {
     try {
       const std::size_t size = std::max<std::size_t>(64, m_pages.size() * 3 / 2);
+      ++base::memory_moves;
       base::before_allocation(2 * size * sizeof(std::uintptr_t));
       const AddressView rows(
           Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::page_pool::addresses"), size);

@@ -234,33 +234,72 @@ void AttentionBlock::attend_in_turn(Step& step, int layer, const RowRange& rows,
   }
 }
 
-void AttentionBlock::attend(Step& step, int layer, const RowRange& rows, const Input& input) {
+void AttentionBlock::attend_spans(Step& step, int layer, const RowRange& rows,
+                                  const Attended& heads) {
+  m_spans.list(step, layer, rows);
+  m_attention(step.exec, m_spans.spans(), heads.queries, step.new_keys(layer),
+              step.new_values(layer), heads.output, heads.lse);
+  if (!m_spans.joined().empty() && step.kv_heads(layer) > 0) {
+    m_attention(step.exec, m_spans.joined(), heads.queries, m_spans.joined_keys(),
+                m_spans.joined_values(), heads.output, heads.lse);
+  }
+  if (step.is_pruned(layer)) attend_in_turn(step, layer, rows, heads);
+}
+
+bool AttentionBlock::can_plan(const Step& step) const {
+  for (int l = 0; l < static_cast<int>(step.config.num_hidden_layers); ++l) {
+    if (!step.cache.shape().has_rows(l)) continue;
+    const AttentionExtents extents = this->extents(step, l, step.kv_heads(l));
+    if (extents.chosen_page_rows > 0 || !m_attention.can_plan(extents)) return false;
+  }
+  return true;
+}
+
+void AttentionBlock::begin_plans(const Step& step) {
+  m_attention.calls().plan_calls(step.config.num_hidden_layers);
+}
+
+void AttentionBlock::plan(Step& step, int layer) {
+  const RowRange rows{0, step.tokens()};
+  const Attended heads =
+      arrays(step, layer, rows, {{}, room_for_qkv(step, layer, rows), step.weights(layer).sinks});
+  // Each token sees the whole ring, so nothing is joined.
+  m_spans.list(step, layer, rows);
+  m_attention.plan(layer, m_spans.spans(), heads.queries, step.new_keys(layer),
+                   step.new_values(layer), heads.output, heads.lse);
+}
+
+// The arrays that a layer's call of attention reads and writes.
+AttentionBlock::Attended AttentionBlock::arrays(const Step& step, int layer, const RowRange& rows,
+                                                const Input& input) const {
   const std::int64_t m = rows.count(), dim = step.head_dim(layer);
-  const std::int64_t kv_heads = step.kv_heads(layer), q_heads = step.query_heads(layer);
-  const bool has_sinks = input.sinks.extent(0) > 0;
+  const std::int64_t q_heads = step.query_heads(layer);
+  Attended heads;
+  heads.queries = Attention::QueryView(
+      input.qkv.data(), Kokkos::LayoutStride(m, qkv_columns(step, layer), q_heads, dim, dim, 1));
+  heads.output = SpanAttention::Heads(step.data(Step::mixed), m, q_heads, dim);
+  if (m_policies.need_log_sums(step, layer) || input.sinks.extent(0) > 0 ||
+      is_shared(step, layer)) {
+    heads.lse = log_sums(step, layer, m);
+  }
+  return heads;
+}
+
+void AttentionBlock::attend(Step& step, int layer, const RowRange& rows, const Input& input) {
   step.locally([&] {
-    const Attention::QueryView queries(
-        input.qkv.data(), Kokkos::LayoutStride(m, qkv_columns(step, layer), q_heads, dim, dim, 1));
-    const SpanAttention::Heads attended(step.data(Step::mixed), m, q_heads, dim);
-    m_spans.list(step, layer, rows);
-    LogSumExpView lse;
-    if (m_policies.need_log_sums(step, layer) || has_sinks || is_shared(step, layer)) {
-      lse = log_sums(step, layer, m);
+    const Attended heads = arrays(step, layer, rows, input);
+    if (step.is_planned) {
+      m_attention.calls().run_planned(step.exec, layer);
+    } else {
+      attend_spans(step, layer, rows, heads);
     }
-    m_attention(step.exec, m_spans.spans(), queries, step.new_keys(layer), step.new_values(layer),
-                attended, lse);
-    if (!m_spans.joined().empty() && kv_heads > 0) {
-      m_attention(step.exec, m_spans.joined(), queries, m_spans.joined_keys(),
-                  m_spans.joined_values(), attended, lse);
-    }
-    if (step.is_pruned(layer)) attend_in_turn(step, layer, rows, {queries, attended, lse});
-    if (has_sinks) add_sinks(step.exec, input.sinks, lse, attended);
+    if (input.sinks.extent(0) > 0) add_sinks(step.exec, input.sinks, heads.lse, heads.output);
   });
   // Before the next product overwrites the hidden states.
   if (m_policies.see(step, layer)) m_policies.observe(step, layer, rows, input.x, input.qkv);
   if (!is_shared(step, layer)) return;
   m_shared->attend(step, layer, rows, m_attention);
-  m_shared->merge(step, layer, log_sums(step, layer, m));
+  m_shared->merge(step, layer, log_sums(step, layer, rows.count()));
 }
 
 }  // namespace kvzap::engine

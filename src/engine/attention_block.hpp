@@ -44,6 +44,16 @@ class AttentionBlock final : public TokenMixer {
   /// Returns room for Input::qkv.
   linalg::Matrix room_for_qkv(const Step& step, int layer, const RowRange& rows) const;
 
+  /// Returns whether all calls of attention in the step can be planned (Attention::plan).
+  bool can_plan(const Step& step) const;
+  /// Forgets all plans. Then plans a layer's call.
+  void begin_plans(const Step& step);
+  void plan(Step& step, int layer);
+  void copy_plans(const Step& step) { m_attention.calls().copy_plans(step.exec); }
+  void add_planned_shape(std::vector<std::int64_t>& shape) const {
+    m_attention.calls().add_planned_shape(shape);
+  }
+
   void set_path(AttentionPath path) { m_attention.set_path(path); }
   const RopeAngles& angles() const { return m_angles; }
 
@@ -66,6 +76,8 @@ class AttentionBlock final : public TokenMixer {
     SpanAttention::Heads output;
     LogSumExpView lse;
   };
+  Attended arrays(const Step& step, int layer, const RowRange& rows, const Input& input) const;
+  void attend_spans(Step& step, int layer, const RowRange& rows, const Attended& heads);
   void attend_in_turn(Step& step, int layer, const RowRange& rows, const Attended& heads);
 
   PolicyBlock& m_policies;

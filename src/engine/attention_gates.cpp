@@ -4,6 +4,7 @@
 
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/softplus.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -34,7 +35,7 @@ void apply_gates(const ExecutionSpace& exec, const linalg::ConstMatrix& gates, c
       }
     });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::gates", GateRange(exec, 0, y.extent(0) * columns),
       KOKKOS_LAMBDA(std::int64_t i) {
         y(i / columns, i % columns) *= factor(i / columns, (rule.skip + i % columns) / rule.dim);

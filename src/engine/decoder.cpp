@@ -121,32 +121,43 @@ std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCall
   begin(batch);
   std::vector<StepResult> results;
   or_cancel([&] {
-    const std::int64_t count = m_step.tokens();
-    const int layers = static_cast<int>(m_layers.size());
-    const std::int64_t block = model::block_tokens(m_model.config());
-    const std::int64_t blocks = (count + block - 1) / block;
     m_step.place_positions();
     for (engine::LayerBlock* const of_layers : m_blocks) of_layers->begin(m_step);
-    m_embedding.run(m_step);
-    if (m_inputs) m_step.locally([&] { m_inputs->take_embedding(m_step); });
-    if (m_joined) m_step.locally([&] { m_joined->take_embedding(m_step); });
-    if (m_alt_up) m_step.locally([&] { m_alt_up->make_streams(m_step); });
-    for (int l = 0; l < layers; ++l) {
-      if (m_policies.see(m_step, l)) show_layer(l);
-      for (std::int64_t b = 0; b < blocks; ++b) {
-        const engine::RowRange rows =
-            m_step.passing_rows(l, {b * block, std::min(count, (b + 1) * block)});
-        if (rows.count() > 0) pass_layer(l, rows);
-        if (!progress) continue;
-        m_step.locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
-      }
-      end_layers(l);
+    m_embedding.begin(m_step);
+    if (can_plan()) {
+      run_planned();
+    } else {
+      run_layers(progress);
     }
-    if (m_alt_up) m_step.locally([&] { m_alt_up->join_streams(m_step); });
     results = m_output.run(m_step);
   });
   end();
   return results;
+}
+
+// Everything from the embedding to the output head.
+void Decoder::run_layers(const ProgressCallback& progress) {
+  const std::int64_t count = m_step.tokens();
+  const int layers = static_cast<int>(m_layers.size());
+  const std::int64_t block = model::block_tokens(m_model.config());
+  const std::int64_t blocks = (count + block - 1) / block;
+  m_embedding.run(m_step);
+  if (m_inputs) m_step.locally([&] { m_inputs->take_embedding(m_step); });
+  if (m_joined) m_step.locally([&] { m_joined->take_embedding(m_step); });
+  if (m_alt_up) m_step.locally([&] { m_alt_up->make_streams(m_step); });
+  for (int l = 0; l < layers; ++l) {
+    if (m_policies.see(m_step, l)) show_layer(l);
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      const engine::RowRange rows =
+          m_step.passing_rows(l, {b * block, std::min(count, (b + 1) * block)});
+      if (rows.count() > 0) pass_layer(l, rows);
+      if (!progress) continue;
+      m_step.locally([&] { progress("prefill", l * blocks + b + 1, layers * blocks); });
+    }
+    end_layers(l);
+  }
+  if (m_alt_up) m_step.locally([&] { m_alt_up->join_streams(m_step); });
+  m_step.locally([&] { m_output.compute(m_step); });
 }
 
 // Reserves the step's memory and begins it in the cache. Collective.
@@ -252,13 +263,9 @@ void Decoder::append(int layer) {
       m_observer->scores(spans[s].sequence, layer, m_step.first_positions[s],
                          m_step.new_scores(layer, spans[s].first, spans[s].first + spans[s].count));
     }
-    const auto& appended = m_step.is_pruned(layer) ? m_pruned_spans : m_ring_spans;
-    if (m_step.shares_rows(layer)) {
-      for (const AppendSpan& span : appended) {
-        m_cache.count_tokens(span.sequence, layer, span.rows);
-      }
-      return;
-    }
+    if (m_step.is_planned) return m_cache.append_planned(m_step.exec, layer);
+    const auto& appended = appended_to(layer);
+    if (m_step.shares_rows(layer)) return count_tokens(layer, appended);
     if (appended.empty() || !m_cache.shape().keeps_rows(layer)) return;
     const ArrayView keys = m_step.new_keys(layer), values = m_step.new_values(layer);
     const linalg::Matrix scores = m_step.new_scores(layer);
@@ -268,6 +275,11 @@ void Decoder::append(int layer) {
       m_cache.append(m_step.exec, appended, layer, keys, values, scores);
     }
   });
+}
+
+// Counts the tokens of a layer that has no rows of its own.
+void Decoder::count_tokens(int layer, const std::vector<AppendSpan>& spans) {
+  for (const AppendSpan& span : spans) m_cache.count_tokens(span.sequence, layer, span.rows);
 }
 
 void Decoder::end() {
@@ -294,6 +306,7 @@ void Decoder::cancel() {
 }
 
 void Decoder::undo(bool has_begun) {
+  base::fence(m_step.exec, "kvzap::decoder: a step has ended early");
   if (has_begun) m_cache.cancel_step();
   m_policies.cancel();
   release();

@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/launch_graph.hpp"
 #include "engine/alt_up_block.hpp"
 #include "engine/attention_block.hpp"
 #include "engine/delta_net_block.hpp"
@@ -108,6 +109,8 @@ class Decoder {
   void set_attention_path(AttentionPath path) { m_attention.set_path(path); }
   /// Returns the seconds of all steps so far.
   const PruneSeconds& seconds() const { return m_step.seconds; }
+  /// Returns how many steps so far were launches recorded before (base::LaunchGraph).
+  std::int64_t repeated_steps() const { return m_repeated_steps; }
   /// Returns RoPE's inverse frequencies (head_dim / 2): the angle of dimensions (i, i + head_dim/2)
   /// per position. Throws Error if they depend on the length of the text
   /// (ModelConfig::rope_depends_on_length).
@@ -123,13 +126,22 @@ class Decoder {
   };
 
   LayerBlocks blocks_of(const LayerConfig& layer);
+  void run_layers(const ProgressCallback& progress);
+  bool can_plan() const;
+  void plan();
+  std::vector<std::int64_t> planned_shape() const;
+  void run_planned();
   void check(const StepBatch& batch) const;
   void begin(const StepBatch& batch);
   void reserve();
   void begin_cache_step();
   void end_layers(int after);
   void end_layer(int layer);
+  const std::vector<AppendSpan>& appended_to(int layer) const {
+    return m_step.is_pruned(layer) ? m_pruned_spans : m_ring_spans;
+  }
   void append(int layer);
+  void count_tokens(int layer, const std::vector<AppendSpan>& spans);
   void end();
   void cancel();
   void undo(bool has_begun);
@@ -195,7 +207,12 @@ class Decoder {
   // Spans whose rows the cache appends: in layers that are pruned, and in others. A policy that
   // chooses stores its rows itself.
   std::vector<AppendSpan> m_pruned_spans, m_ring_spans;
-  bool m_agrees_often = false;          // after each layer
+  bool m_agrees_often = false;  // after each layer
+  // The launches of a planned step, and the shape of the planned steps for which they are those. A
+  // shape is recorded when it comes a second time: the first time, memory is taken.
+  base::LaunchGraph m_graph;
+  std::vector<std::int64_t> m_graph_shape;
+  std::int64_t m_repeated_steps = 0;
   std::optional<StepBatch> m_external;  // of begin_step, until end_step
   int m_next_layer = 0;                 // of m_external
   // Sinks of the current layer of m_external.

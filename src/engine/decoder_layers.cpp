@@ -1,4 +1,5 @@
 // The parts of a layer around its blocks: norms, residual connections and sums over ranks.
+#include "base/launch.hpp"
 #include "base/stopwatch.hpp"
 #include "engine/decoder.hpp"
 
@@ -197,7 +198,7 @@ void Decoder::enter_layer(int layer, const RowRange& rows, const Matrix& x) {
 
 // Makes the residual stream that of ModelConfig::normed_residuals.
 void Decoder::keep_normed(const Matrix& h, const Matrix& normed, double factor) {
-  Kokkos::deep_copy(m_step.exec, h, normed);
+  base::launch([exec = m_step.exec, h, normed] { Kokkos::deep_copy(exec, h, normed); });
   if (factor != 1) engine::scale(m_step.exec, h, static_cast<float>(factor));
 }
 

@@ -4,6 +4,14 @@
 
 namespace kvzap::engine {
 
+void EmbeddingBlock::begin(Step& step) {
+  step.locally([&] {
+    std::copy(step.batch().tokens().begin(), step.batch().tokens().end(), m_ids.host());
+    m_ids.copy(step.exec, step.tokens());
+    if (!step.deferred) base::fence(step.exec, "kvzap::decoder: the host may write ids again");
+  });
+}
+
 void EmbeddingBlock::run(Step& step) {
   const Model::Weights& weights = step.model.weights();
   auto multiplier = static_cast<float>(step.config.embedding_multiplier);
@@ -13,10 +21,7 @@ void EmbeddingBlock::run(Step& step) {
     });
   }
   step.locally([&] {
-    const auto host = Kokkos::create_mirror_view(m_ids);
-    std::copy(step.batch().tokens().begin(), step.batch().tokens().end(), host.data());
-    Kokkos::deep_copy(m_ids, host);
-    embed(step.exec, m_ids, weights.embedding, weights.first_token, step.h);
+    embed(step.exec, m_ids.device(), weights.embedding, weights.first_token, step.h);
     if (multiplier != 1) scale(step.exec, step.h, multiplier);
     if (weights.positions.size() > 0) {
       add_positions(step.exec, step.h, weights.positions, step.positions);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/host_threads.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "engine/attention_gates.hpp"
 #include "engine/policy_layer.hpp"
@@ -20,7 +21,7 @@ template <class Work>
 void for_each_token(const ExecutionSpace& exec, const char* label, std::int64_t tokens,
                     std::int64_t weight, const Work& work) {
   if (base::machine().on_host()) return base::host_for(label, tokens, weight, work);
-  Kokkos::parallel_for(label, Range(exec, 0, tokens), work);
+  base::parallel_for(label, Range(exec, 0, tokens), work);
 }
 
 Matrix columns_of(const Matrix& matrix, std::int64_t begin, std::int64_t count) {
@@ -188,7 +189,7 @@ void LatentOutputWeights::of_all(const ExecutionSpace& exec, const Model::Weight
 
 void clear_rotated(const ExecutionSpace& exec, const ModelConfig& config, const Matrix& rows) {
   const RowParts parts = RowParts::of(config);
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::latent::clear_rotated", Range(exec, 0, rows.extent(0) * parts.turning),
       KOKKOS_LAMBDA(std::int64_t i) {
         rows(i / parts.turning, i % parts.turning) = 0;

@@ -51,9 +51,7 @@ void OutputBlock::reserve(Step& step) {
 
 std::vector<StepResult> OutputBlock::run(Step& step) {
   const StepOutputs& outputs = step.outputs;
-  step.locally([&] {
-    if (outputs.count() > 0) compute(step);
-  });
+  step.locally([&] { read(step); });
   if (step.deferred) {
     step.locally([&] { step.cache.collect(m_sequences); });
   }
@@ -90,8 +88,8 @@ void OutputBlock::read_hidden(const Step& step, const Matrix& normed) {
                     Kokkos::subview(normed, range(outputs.n_head(), outputs.count()), Kokkos::ALL));
 }
 
-// Computes this rank's part of the logits, and copies them, or their argmax, to the host.
 void OutputBlock::compute(Step& step) {
+  if (step.outputs.count() == 0) return;
   const ExecutionSpace& exec = step.exec;
   const ModelConfig& config = step.config;
   const Model::Weights& weights = step.model.weights();
@@ -139,7 +137,15 @@ void OutputBlock::compute(Step& step) {
     argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL), weights.first_token,
            Kokkos::subview(m_argmax, range(0, n_argmax)));
   }
-  base::fence(exec, "kvzap::decoder: the host reads tokens and logits");
+}
+
+// Copies this rank's part of the logits, or their argmax, to the host.
+void OutputBlock::read(const Step& step) {
+  const std::int64_t n_argmax = step.outputs.n_argmax, outputs = step.outputs.n_head();
+  if (outputs == 0) return;
+  const std::int64_t local = step.model.weights().output_head.outputs();
+  const Matrix y = step.matrix(Step::projected, outputs, local);
+  base::fence(step.exec, "kvzap::decoder: the host reads tokens and logits");
   Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(m_argmax_keys.data(), n_argmax),
                     Kokkos::subview(m_argmax, range(0, n_argmax)));
   if (outputs > n_argmax) {

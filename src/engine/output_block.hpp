@@ -8,6 +8,9 @@ namespace kvzap::engine {
 class OutputBlock {
  public:
   void reserve(Step& step);
+  /// Launches what computes this rank's part of the outputs. With hidden states, or rows that are
+  /// not consecutive, it waits.
+  void compute(Step& step);
   /// Returns the results of the step's spans: for the last token, or for each token. Argmaxes are
   /// reduced over ranks; logits are gathered on rank 0; hidden states are equal on all ranks, and
   /// rank 0 returns its own. Only these leave a device. Collective; throws on every rank if any
@@ -16,7 +19,7 @@ class OutputBlock {
   void release() { m_rows = m_added = {}; }
 
  private:
-  void compute(Step& step);
+  void read(const Step& step);
   void read_hidden(const Step& step, const linalg::Matrix& normed);
   void gather_logits(const Step& step);
 

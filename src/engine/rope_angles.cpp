@@ -21,6 +21,7 @@ template <class Angles>
 void reserve_angles(Angles& angles, std::int64_t tokens, std::int64_t pairs) {
   if (static_cast<std::int64_t>(angles.extent(0)) >= tokens) return;
   angles = Angles();
+  ++base::memory_moves;
   angles = Angles(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::decoder::angles"), tokens,
                   pairs, 2);
 }

@@ -23,6 +23,19 @@ class SpanAttention {
                   const LogSumExpView& lse) {
     m_attention(exec, spans, queries, new_keys, new_values, output, {m_path, lse, m_soft_cap});
   }
+  bool can_plan(const AttentionExtents& extents) const {
+    return Attention::can_plan(extents, m_path);
+  }
+  void plan(std::size_t number, const std::vector<AttentionSpan>& spans,
+            const Attention::QueryView& queries, const ConstArrayView& new_keys,
+            const ConstArrayView& new_values, const Attention::OutputView& output,
+            const LogSumExpView& lse) {
+    m_attention.plan(number, spans, queries, new_keys, new_values, output,
+                     {m_path, lse, m_soft_cap});
+  }
+  /// Returns the attention, for its planned calls.
+  Attention& calls() { return m_attention; }
+  const Attention& calls() const { return m_attention; }
 
  private:
   Attention m_attention;

@@ -72,7 +72,7 @@ void Step::place_new_rows(MemoryMeter* meter) {
 
 void Step::begin(const StepBatch& batch) {
   m_batch = &batch;
-  has_scores = has_policies = false;
+  has_scores = has_policies = is_planned = false;
   first_positions.clear();
   for (const StepBatch::Span& span : spans()) {
     has_scores = has_scores || is_scored(span.rule);
@@ -92,7 +92,8 @@ void Step::reserve() {
   h = linalg::Matrix(m_residual.data(), streamed > 0 ? tokens() : 0, config.hidden_size);
   pending = linalg::Matrix();
   reserve(normed, most_rows() * config.attention_inputs());
-  base::reserve_scratch(positions, tokens(), "kvzap::decoder::positions");
+  m_positions.reserve(tokens(), "kvzap::decoder::positions");
+  positions = m_positions.device();
   for (std::size_t p = 0; p < m_new_rows.size(); ++p) {
     std::int64_t values = 0, heads = 0;
     for (int l = 0; l < static_cast<int>(config.num_hidden_layers); ++l) {
@@ -108,12 +109,12 @@ void Step::reserve() {
 
 void Step::place_positions() {
   locally([&] {
-    const auto host = Kokkos::create_mirror_view(positions);
     for (std::size_t s = 0; s < spans().size(); ++s) {
-      std::int64_t* const own = host.data() + spans()[s].first;
+      std::int64_t* const own = m_positions.host() + spans()[s].first;
       std::iota(own, own + spans()[s].count, first_positions[s]);
     }
-    Kokkos::deep_copy(positions, host);
+    m_positions.copy(exec, tokens());
+    if (!deferred) base::fence(exec, "kvzap::decoder: the host may write positions again");
   });
 }
 
@@ -121,6 +122,7 @@ void Step::release() {
   for (NewRows& rows : m_new_rows) rows.release();
   // Not = {}: Clang 14 would emit no destructor for these types.
   positions = decltype(positions)();
+  m_positions.release();
   h = linalg::Matrix();
   pending = linalg::Matrix();
   m_residual = {};

@@ -13,6 +13,7 @@
 
 #include "base/machine.hpp"
 #include "base/scratch.hpp"
+#include "base/staged.hpp"
 #include "engine/new_rows.hpp"
 #include "engine/policy_step.hpp"
 #include "linalg/gemm.hpp"
@@ -188,7 +189,7 @@ class Step {
 
   // The current step.
   std::vector<std::int64_t> first_positions;           // of each span
-  Kokkos::View<std::int64_t*, MemorySpace> positions;  // of each token
+  Kokkos::View<std::int64_t*, MemorySpace> positions;  // of each token, on the device
   StepOutputs outputs;
   linalg::Matrix h;             // (token, hidden), the residual stream
   linalg::Matrix pending;       // output of the last layer that the next norm still has to add to h
@@ -196,6 +197,8 @@ class Step {
   bool has_policies = false;
   bool has_scores = false;  // the tokens of at least one span are scored
   bool deferred = false;    // the cache waits for its kernels once, at the end of the step
+  // Attention's calls and the cache's appends have been planned for all layers (Decoder::plan).
+  bool is_planned = false;
 
  private:
   void place_new_rows(MemoryMeter* meter);
@@ -208,6 +211,7 @@ class Step {
   std::vector<std::size_t> m_places;  // (layer)
   int m_last_own = 0;                 // the last layer with rows, or a state, of its own
   linalg::Vector m_residual;
+  base::Staged<std::int64_t> m_positions;
   std::array<linalg::Vector, n_buffers> m_buffers;
   std::exception_ptr m_failure;  // of this rank
 };

@@ -7,6 +7,7 @@
 #include "attention/host/finite.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/soft_cap.hpp"
 #include "base/team.hpp"
@@ -72,7 +73,7 @@ void embed_rows(const ExecutionSpace& exec, const Kokkos::View<const TokenId*, M
       linalg::widen(&embedding(row, 0), target, hidden);
     });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::embed", Range(exec, 0, h.extent(0) * hidden), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = ids(i / hidden) - first_token;
         const bool mine = row >= 0 && row < rows;
@@ -107,7 +108,7 @@ void gather_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& source,
         "kvzap::step::gather_rows", target.extent(0), columns,
         [=](std::int64_t i) { std::copy_n(&source(rows(i), 0), columns, &target(i, 0)); });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::gather_rows", Range(exec, 0, target.extent(0) * columns),
       KOKKOS_LAMBDA(std::int64_t i) {
         target(i / columns, i % columns) = source(rows(i / columns), i % columns);
@@ -138,7 +139,7 @@ void fill_angles(const ExecutionSpace& exec, std::int64_t tokens,
     constexpr std::int64_t weight = 16;  // a sine and a cosine
     return base::host_for("kvzap::step::angles", tokens * pairs, weight, fill);
   }
-  Kokkos::parallel_for("kvzap::step::angles", Range(exec, 0, tokens * pairs), fill);
+  base::parallel_for("kvzap::step::angles", Range(exec, 0, tokens * pairs), fill);
 }
 
 namespace {
@@ -154,7 +155,7 @@ void add_and_norm_by_teams(const ExecutionSpace& exec, const linalg::Matrix& h,
   const std::int64_t size = h.extent(1);
   const bool adds = summand.extent(0) > 0;
   const bool norms = weight.extent(0) > 0;
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::add_and_norm", teams_of(exec, h.extent(0), row_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t i = team.league_rank();
@@ -229,7 +230,7 @@ void add(const ExecutionSpace& exec, const linalg::Matrix& h, const linalg::Cons
                    [=](std::int64_t i) { linalg::add(&h(i, 0), &summand(i, 0), columns); });
     return;
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::add", Range(exec, 0, h.size()), KOKKOS_LAMBDA(std::int64_t i) {
         h(i / columns, i % columns) += summand(i / columns, i % columns);
       });
@@ -244,7 +245,7 @@ void add_positions(const ExecutionSpace& exec, const linalg::Matrix& h,
       linalg::add(&h(i, 0), &table(positions(i), 0), columns);
     });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::add_positions", Range(exec, 0, h.size()), KOKKOS_LAMBDA(std::int64_t i) {
         h(i / columns, i % columns) += table(positions(i / columns), i % columns);
       });
@@ -263,7 +264,7 @@ void scale_columns(const ExecutionSpace& exec, const linalg::Matrix& h, std::int
                    [=](std::int64_t i) { linalg::scale(&h(i, begin), columns, factor); });
     return;
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::scale", Range(exec, 0, h.extent(0) * columns),
       KOKKOS_LAMBDA(std::int64_t i) { h(i / columns, begin + i % columns) *= factor; });
 }
@@ -275,7 +276,7 @@ void soft_cap(const ExecutionSpace& exec, const linalg::Matrix& y, float cap) {
                    [=](std::int64_t i) { linalg::soft_cap(&y(i, 0), columns, cap); });
     return;
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::soft_cap", Range(exec, 0, y.size()), KOKKOS_LAMBDA(std::int64_t i) {
         float& value = y(i / columns, i % columns);
         value = base::soft_capped(value, cap);
@@ -336,7 +337,7 @@ void transform_typed(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
   const HeadTransform t = transform;
   const bool turns = t.angles.extent(0) > 0;
   const bool scales = t.query_scales.extent(0) > 0;
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::transform_heads", teams_of(exec, qkv.extent(0) * heads, head_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t token = team.league_rank() / heads;
@@ -426,7 +427,7 @@ void transform_heads(const ExecutionSpace& exec, const linalg::Matrix& qkv, int 
 
 void sum_squares(const ExecutionSpace& exec, const linalg::Matrix& qkv, std::int64_t q_columns,
                  std::int64_t k_columns, const linalg::Matrix& sums) {
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::sum_squares", teams_of(exec, 2 * qkv.extent(0), row_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t token = team.league_rank() / 2;
@@ -447,7 +448,7 @@ void norm_rows(const ExecutionSpace& exec, const linalg::Matrix& qkv,
   const float eps = norms.eps;
   const std::int64_t q_columns = q_norm.extent(0);
   const std::int64_t columns = q_columns + static_cast<std::int64_t>(k_norm.extent(0));
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::norm_rows", Range(exec, 0, qkv.extent(0) * columns),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = i / columns;
@@ -468,7 +469,7 @@ void clamp(const ExecutionSpace& exec, const linalg::Matrix& x, float limit) {
   };
   const auto count = static_cast<std::int64_t>(x.size());
   if (base::machine().on_host()) return base::host_for("kvzap::step::clamp", count, 1, clamp_one);
-  Kokkos::parallel_for("kvzap::step::clamp", Range(exec, 0, count), clamp_one);
+  base::parallel_for("kvzap::step::clamp", Range(exec, 0, count), clamp_one);
 }
 
 namespace {
@@ -563,7 +564,7 @@ void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& g
     return limited(rule, gate_up(i, d), rule.has_gate ? gate_up(i, width + d) : 1.0f);
   };
   if (linalg::RowRounder<Value>::is_scaled && rounded.has_room()) {
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::step::activate", teams_of(exec, rows, row_threads),
         KOKKOS_LAMBDA(const Member& team) {
           const std::int64_t i = team.league_rank();
@@ -574,7 +575,7 @@ void activate_on_device(const ExecutionSpace& exec, const linalg::ConstMatrix& g
         });
     return;
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::activate", Range(exec, 0, rows * width), KOKKOS_LAMBDA(std::int64_t i) {
         const float value = value_at(i / width, i % width);
         if (rounded.has_room()) {
@@ -615,7 +616,7 @@ void add_sinks(const ExecutionSpace& exec, const linalg::ConstVector& sinks,
   const auto count = static_cast<std::int64_t>(attended.extent(0)) * heads;
   if (base::machine().on_host())
     return base::host_for("kvzap::step::add_sinks", count, dim, add_one);
-  Kokkos::parallel_for("kvzap::step::add_sinks", Range(exec, 0, count), add_one);
+  base::parallel_for("kvzap::step::add_sinks", Range(exec, 0, count), add_one);
 }
 
 namespace {
@@ -662,9 +663,9 @@ void argmax(const ExecutionSpace& exec, const linalg::ConstMatrix& y, std::int64
   // Splits a row into parts, so that one row also fills a device.
   constexpr std::int64_t part = 4096;
   const std::int64_t parts = (count + part - 1) / part;
-  Kokkos::deep_copy(exec, keys, no_key);
+  base::launch([=] { Kokkos::deep_copy(exec, keys, no_key); });
   if (rows * parts == 0) return;
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::step::argmax", teams_of(exec, rows * parts, row_threads),
       KOKKOS_LAMBDA(const Member& team) {
         const std::int64_t row = team.league_rank() / parts;

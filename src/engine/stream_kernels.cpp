@@ -4,6 +4,7 @@
 
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/team.hpp"
 
@@ -30,7 +31,7 @@ void for_elements(const char* label, const ExecutionSpace& exec, std::int64_t ro
       for (std::int64_t c = 0; c < columns; ++c) work(row, c);
     });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       label,
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, rows * columns),
       KOKKOS_LAMBDA(std::int64_t i) { work(i / columns, i % columns); });
@@ -48,7 +49,7 @@ void sum_columns(const char* label, const ExecutionSpace& exec, std::int64_t row
       store(row, static_cast<float>(sum));
     });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       label, team_of_rows(exec, rows), KOKKOS_LAMBDA(const TeamMember& team) {
         const std::int64_t row = team.league_rank();
         float sum = 0;
@@ -157,7 +158,7 @@ void match_magnitude(const ExecutionSpace& exec, const linalg::ConstMatrix& like
       for (std::int64_t c = 0; c < columns; ++c) x(row, c) *= factor;
     });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::streams::match", team_of_rows(exec, rows), KOKKOS_LAMBDA(const TeamMember& team) {
         const std::int64_t row = team.league_rank();
         float wanted = 0, own = 0;

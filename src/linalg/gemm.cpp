@@ -1,6 +1,7 @@
 #include "linalg/gemm.hpp"
 
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "linalg/host/blas_threads.hpp"
 #include "linalg/host/onednn.hpp"
 #include "linalg/product.hpp"
@@ -44,7 +45,7 @@ void single_column(const ExecutionSpace& exec, float alpha, const Factor& left, 
   const ConstMatrix a = left.values, b = right.values;
   const bool a_transposed = left.transposed, b_transposed = right.transposed;
   const std::int64_t dim = a.extent(a_transposed ? 0 : 1);
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::gemm::single_column",
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t> >(exec, 0, c.extent(0)),
       KOKKOS_LAMBDA(std::int64_t m) {
@@ -65,12 +66,14 @@ void gemm(const ExecutionSpace& exec, float alpha, const Factor& a, const Factor
   const char* const op_b = b.transposed ? "T" : "N";
   if (c.extent(1) == 1) return single_column(exec, alpha, a, b, beta, c);
   expect_room_for_blas();
+  base::launch([=] {
 #if KOKKOS_VERSION >= 40000
-  KokkosBlas::gemm(exec, op_a, op_b, alpha, a.values, b.values, beta, c);
+    KokkosBlas::gemm(exec, op_a, op_b, alpha, a.values, b.values, beta, c);
 #else
-  base::fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
-  KokkosBlas::gemm(op_a, op_b, alpha, a.values, b.values, beta, c);
+    base::fence(exec, "kvzap::gemm: the library's gemm does not run on the caller's instance");
+    KokkosBlas::gemm(op_a, op_b, alpha, a.values, b.values, beta, c);
 #endif
+  });
 }
 #endif
 

@@ -4,6 +4,7 @@
 
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "base/simd.hpp"
@@ -31,7 +32,7 @@ void skinny(const ExecutionSpace& exec, const ConstMatrix& x, const WeightRows<V
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const std::int64_t rows = x.extent(0);
   const std::int64_t dim = x.extent(1);
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::linear::skinny", Team(exec, weights.extent(0), Kokkos::AUTO),
       KOKKOS_LAMBDA(const typename Team::member_type& team) {
         const std::int64_t n = team.league_rank();
@@ -56,7 +57,7 @@ void widen_panel(const ExecutionSpace& exec, const WeightRows<Value>& weights, s
     base::host_for("kvzap::linear::widen", end - begin, dim,
                    [=](std::int64_t n) { widen(&weights(begin + n, 0), &panel(n, 0), dim); });
   } else {
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::linear::widen",
         Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(exec, {begin, 0}, {end, dim}),
         KOKKOS_LAMBDA(std::int64_t n, std::int64_t k) {
@@ -95,7 +96,7 @@ ConstMatrix as_multiplied(const ExecutionSpace& exec, DType dtype, const ConstMa
   const auto inputs = static_cast<std::int64_t>(x.extent(1));
   base::reserve_scratch(scratch, rows * inputs, "kvzap::linear::rounded");
   const Matrix rounded(scratch.data(), rows, inputs);
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::linear::round",
       Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(exec, {0, 0}, {rows, inputs}),
       KOKKOS_LAMBDA(std::int64_t m, std::int64_t k) {
@@ -201,7 +202,7 @@ void by_few_outputs(const ConstMatrix& x, const WeightRows<Value>& weights, cons
 }
 
 void add_bias(const ExecutionSpace& exec, const ConstVector& bias, const Matrix& y) {
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::linear::bias",
       Kokkos::MDRangePolicy<ExecutionSpace, Kokkos::Rank<2>>(
           exec, {0, 0},
@@ -362,14 +363,14 @@ void round_rows(const ExecutionSpace& exec, const ConstMatrix& x,
   const std::int64_t inputs = x.extent(1);
   if constexpr (RowRounder<Value>::is_scaled) {
     using Team = Kokkos::TeamPolicy<ExecutionSpace>;
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::linear::round", Team(exec, static_cast<int>(x.extent(0)), Kokkos::AUTO),
         KOKKOS_LAMBDA(const typename Team::member_type& team) {
           const std::int64_t m = team.league_rank();
           rounded.store(team, m, inputs, [&](std::int64_t k) { return x(m, k); });
         });
   } else {
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::linear::round",
         Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
                                                                              x.extent(0) * inputs),
@@ -384,7 +385,7 @@ void finish_rows(const ExecutionSpace& exec, const ConstVector& unscale, const C
   const bool biased = bias.extent(0) > 0;
   if (!scaled && !biased) return;
   const std::int64_t columns = y.extent(1);
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::linear::finish",
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
                                                                            y.extent(0) * columns),
@@ -567,7 +568,8 @@ void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,
   if (rows == 0 || weights.outputs() == 0) return;
   if (weights.quantised() != nullptr && inputs > 0) return by_quantised(exec, x, weights, bias, y);
   if (inputs == 0) {
-    Kokkos::deep_copy(exec, y, 0.0f);  // a gemm with k = 0 does not write its result
+    // A gemm with k = 0 does not write its result.
+    base::launch([=] { Kokkos::deep_copy(exec, y, 0.0f); });
     if (bias.extent(0) > 0) add_bias(exec, bias, y);
     return;
   }

@@ -2,6 +2,7 @@
 
 #include <kvzap/core/array_view.hpp>
 
+#include "base/launch.hpp"
 #include "linalg/device/cublas.hpp"
 
 namespace kvzap::linalg {
@@ -54,7 +55,7 @@ void plain_product(const ExecutionSpace& exec, const Product& p) {
   const auto* const all_a = static_cast<const Value*>(p.a);
   const auto* const all_b = static_cast<const Value*>(p.b);
   const std::int64_t blocks = (p.n + columns_at_once - 1) / columns_at_once;
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::product::plain",
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0,
                                                                            p.batch * p.m * blocks),

@@ -4,6 +4,7 @@
 #include "base/cuda/has_tensor_cores.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/scratch.hpp"
 #include "linalg/cuda/quantised_products.hpp"
 #include "linalg/gemm.hpp"
@@ -41,8 +42,8 @@ ConstMatrix spread_on_device(const ExecutionSpace& exec, const ConstMatrix& x,
   base::reserve_scratch(scratch, rows * padded, "kvzap::linear::spread");
   const Matrix spread(scratch.data(), rows, padded);
   const quantised::Places places = weights.places();
-  Kokkos::deep_copy(exec, spread, 0.0f);
-  Kokkos::parallel_for(
+  base::launch([=] { Kokkos::deep_copy(exec, spread, 0.0f); });
+  base::parallel_for(
       "kvzap::linear::spread",
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, rows * columns),
       KOKKOS_LAMBDA(std::int64_t i) {

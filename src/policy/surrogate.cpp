@@ -10,6 +10,7 @@
 
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "files/json_field.hpp"
@@ -52,7 +53,7 @@ void select_heads(const ExecutionSpace& exec, const Matrix& output,
                   const Kokkos::View<const int*, MemorySpace>& selection, const ConstVector& bias,
                   const Scorer::ScoreView& scores) {
   const std::int64_t heads = scores.extent(0);
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::surrogate::select", Range(exec, 0, heads * scores.extent(1)),
       KOKKOS_LAMBDA(std::int64_t i) {
         const int selected = selection(i % heads);
@@ -68,7 +69,7 @@ void gelu(const ExecutionSpace& exec, const Matrix& values) {
                    [=](std::int64_t i) { linalg::gelu(&values(i, 0), count); });
     return;
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::surrogate::gelu", Range(exec, 0, values.size()), KOKKOS_LAMBDA(std::int64_t i) {
         float& x = values(i / count, i % count);
         x = 0.5f * x * (1.0f + base::math::erf(x * 0.70710678f));

@@ -170,6 +170,7 @@ class Environment(TestCase):
             ("KVZAP_SIMD", "baseline, avx2, avx512, avx512_bf16 or amx"),
             ("KVZAP_PACK", "on or off"),
             ("KVZAP_KERNELS", "host or device"),
+            ("KVZAP_GRAPH", "on or off"),
         ]:
             result = run_command([KVZAP, "run", *map(str, PLAIN)], env={**os.environ, name: "bogus"})
             self.assertEqual(result.code, 1)

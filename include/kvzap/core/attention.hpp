@@ -10,8 +10,9 @@
 namespace kvzap {
 
 namespace attention {
+struct AttentionCall;
 struct Kernels;
-}
+}  // namespace attention
 
 /// The implementation that computes attention. All give the same result up to rounding.
 enum class AttentionPath {
@@ -158,6 +159,27 @@ class Attention {
               const ConstArrayView& new_values, const OutputView& output,
               const AttentionOptions& options = {});
 
+  /// Calls in two parts, for steps whose launches are recorded and repeated.
+  ///
+  /// plan_calls forgets the plans of the step before and makes room for `calls`. plan prepares a
+  /// call of spans of one query token each, as the operator takes them; copy_plans brings the
+  /// places of all rows to the device, and run_planned launches a call: again and again with the
+  /// same arguments, as long as the views, the memory of the caches and planned_shape stay the
+  /// same. The cache may change between plan and run_planned by KVCache::plan_append alone. Throws
+  /// the errors of the operator.
+  void plan_calls(std::size_t calls);
+  void plan(std::size_t number, const std::vector<Span>& spans, const QueryView& queries,
+            const ConstArrayView& new_keys, const ConstArrayView& new_values,
+            const OutputView& output, const AttentionOptions& options = {});
+  void copy_plans(const ExecutionSpace& exec);
+  void run_planned(const ExecutionSpace& exec, std::size_t number);
+  /// Adds the numbers that decide the planned calls' launches to `shape`.
+  void add_planned_shape(std::vector<std::int64_t>& shape) const;
+  /// Returns whether calls of up to these extents can be planned: on devices, if their parts fit
+  /// one launch.
+  static bool can_plan(const AttentionExtents& extents,
+                       AttentionPath path = AttentionPath::automatic);
+
   /// Allocates scratch space for calls of up to these extents with this path. Such calls then
   /// allocate nothing.
   void reserve(const AttentionExtents& extents, AttentionPath path = AttentionPath::automatic);
@@ -166,6 +188,11 @@ class Attention {
                                    AttentionPath path = AttentionPath::automatic);
 
  private:
+  attention::AttentionCall checked_call(const std::vector<Span>& spans, const QueryView& queries,
+                                        const ConstArrayView& new_keys,
+                                        const ConstArrayView& new_values, const OutputView& output,
+                                        const AttentionOptions& options) const;
+
   DType m_dtype;
   std::unique_ptr<attention::Kernels> m_kernels;
   std::vector<Span> m_spans;  // of the overloads that take one span

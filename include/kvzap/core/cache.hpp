@@ -199,6 +199,20 @@ class KVCache {
   void append_deferred(const ExecutionSpace& exec, SequenceId sequence, int layer,
                        const ConstArrayView& keys, const ConstArrayView& values,
                        const ScoresView& scores, const EvictionRule& rule);
+
+  /// An append_deferred in two parts, for steps whose launches are recorded and repeated.
+  ///
+  /// plan_appends forgets the plans of the step before. plan_append does for a layer what the host
+  /// does in append_deferred. copy_plans brings the arguments of all kernels to the device, and
+  /// append_planned launches a layer's: again and again with the same arguments, as long as the
+  /// number of sequences, the arrays of pairs and the memory of the cache stay the same.
+  void plan_appends(std::size_t sequences);
+  void plan_append(const ExecutionSpace& exec, const std::vector<AppendSpan>& spans, int layer,
+                   const ConstArrayView& keys, const ConstArrayView& values,
+                   const ScoresView& scores);
+  void copy_plans(const ExecutionSpace& exec);
+  void append_planned(const ExecutionSpace& exec, int layer);
+
   /// Waits, once, for the kernels of append_deferred and frees pages that they did not need.
   /// Returns the counts of those calls, in all layers, since the last collect.
   AppendCounts collect(const std::vector<SequenceId>& sequences);

@@ -28,6 +28,9 @@ class Scorer {
   /// Allocates the memory that `score` needs for up to `tokens` tokens, so that a step cannot run
   /// out of it. Called before each step.
   virtual void reserve(std::int64_t /*tokens*/) {}
+  /// Returns whether `score` on one rank does nothing but launch the same kernels whenever it has
+  /// the same arguments, so that its launches can be repeated without a call.
+  virtual bool is_repeatable() const { return false; }
   /// Returns its name in reports: "linear", "mlp", "random", ...
   virtual std::string kind() const = 0;
 };

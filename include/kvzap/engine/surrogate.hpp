@@ -43,6 +43,7 @@ class Surrogate final : public Scorer {
              const InputView& hidden, const ScoreView& scores) override;
 
   void reserve(std::int64_t tokens) override;
+  bool is_repeatable() const override { return true; }
 
   /// Returns "linear" or "mlp".
   std::string kind() const override;

@@ -3,6 +3,7 @@
 #include "attention/cuda/tensor_cores.hpp"
 #include "attention/device/split_parts.hpp"
 #include "base/cuda/has_tensor_cores.hpp"
+#include "base/launch.hpp"
 #include "base/scratch.hpp"
 
 namespace kvzap::attention {
@@ -20,9 +21,38 @@ std::int64_t parts_bound(std::int64_t rows) {
   return std::min<std::int64_t>(most_parts, (rows + split_block_rows - 1) / split_block_rows);
 }
 
+/// Bounds on the parts of a span's heads, and their numbers among the parts of a launch.
 struct PartBounds {
   std::int64_t quantised, wide;
+
+  PartBounds(const AttentionSpan& span, int heads) {
+    std::int64_t longest = 0;
+    for (int h = 0; h < heads; ++h) longest = std::max(longest, span.cached.bounds(h));
+    const std::int64_t rows = span.cached.ring_rows() + span.new_rows;
+    const bool packed = span.cached.format.quantised();
+    quantised = packed ? parts_bound(longest) : 0;
+    wide = packed ? parts_bound(rows) : parts_bound(longest + rows);
+  }
+  /// Returns the place of a span whose parts follow these numbers, and moves these past them.
+  SplitSpan place(const AttentionSpan& span, int heads, std::int64_t& first_quantised,
+                  std::int64_t& first_wide) const {
+    SplitSpan at = place_of(span);
+    at.first_wide = static_cast<std::int32_t>(first_wide);
+    at.first_quantised = static_cast<std::int32_t>(first_quantised);
+    at.wide_parts = static_cast<std::int16_t>(wide);
+    at.quantised_parts = static_cast<std::int16_t>(quantised);
+    first_wide += heads * wide;
+    first_quantised += heads * quantised;
+    return at;
+  }
 };
+
+/// Returns a number of parts that is the same for many steps: at most a fourth more, or 3.
+std::int64_t lasting(std::int64_t parts) {
+  std::int64_t step = 4;
+  while (8 * step <= parts) step *= 2;
+  return (parts + step - 1) / step * step;
+}
 
 struct SpanUpload {
   SplitSpan spans[spans_in_upload];
@@ -178,7 +208,7 @@ void merge_parts(const ExecutionSpace& exec, const SplitSpans& spans, const Atte
   const base::TeamPolicy policy = base::team_policy(
       exec, std::int64_t{spans.count} * call.kv_heads * call.group, merge_shape, merge, bytes);
   merge.scratch_bytes = bytes(policy.team_size());
-  Kokkos::parallel_for("kvzap::attention::merge", policy, merge);
+  base::parallel_for("kvzap::attention::merge", policy, merge);
 }
 
 }  // namespace
@@ -212,14 +242,6 @@ void SplitKV::reserve(const AttentionExtents& extents) {
 void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                          const AttentionCall& call) {
   const std::int64_t part_size = SplitSpans::part_floats(call.group, call.dim);
-  // Bounds on the parts of a head.
-  const auto bounds_of = [&](const Span& span) {
-    std::int64_t longest = 0;
-    for (int h = 0; h < call.kv_heads; ++h) longest = std::max(longest, span.cached.bounds(h));
-    const std::int64_t wide = span.cached.ring_rows() + span.new_rows;
-    if (!span.cached.format.quantised()) return PartBounds{0, parts_bound(longest + wide)};
-    return PartBounds{parts_bound(longest), parts_bound(wide)};
-  };
   const auto same_cache = [](const Span& a, const Span& b) {
     return a.cached.addresses.data() == b.cached.addresses.data() &&
            a.cached.window == b.cached.window && a.cached.page_rows == b.cached.page_rows;
@@ -235,7 +257,7 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
     int count = 0;
     int end = begin;
     while (end < n_spans && same_cache(spans[end], spans[begin])) {
-      const PartBounds bounds = bounds_of(spans[end]);
+      const PartBounds bounds(spans[end], call.kv_heads);
       const std::int64_t own = call.kv_heads * (bounds.quantised + bounds.wide);
       if (count > 0 && (quantised_parts + wide_parts + own) * part_size > most_floats) break;
       quantised_parts += call.kv_heads * bounds.quantised;
@@ -274,14 +296,8 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
     int i = 0;
     for (int s = begin; s < end; s = next_single(s + 1), ++i) {
       const Span& span = spans[s];
-      const PartBounds own = bounds_of(span);
-      SplitSpan at = place_of(span);
-      at.first_wide = static_cast<std::int32_t>(first_wide);
-      at.first_quantised = static_cast<std::int32_t>(first_quantised);
-      at.wide_parts = static_cast<std::int16_t>(own.wide);
-      at.quantised_parts = static_cast<std::int16_t>(own.quantised);
-      first_wide += call.kv_heads * own.wide;
-      first_quantised += call.kv_heads * own.quantised;
+      const SplitSpan at =
+          PartBounds(span, call.kv_heads).place(span, call.kv_heads, first_quantised, first_wide);
       if (!table) {
         launch.few[i] = at;
         continue;
@@ -290,8 +306,8 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
       if (i % spans_in_upload == spans_in_upload - 1 || i == count - 1) {
         const int first = i / spans_in_upload * spans_in_upload;
         upload.target = table + first;
-        Kokkos::parallel_for("kvzap::attention::split_spans",
-                             Kokkos::RangePolicy<ExecutionSpace>(exec, 0, i + 1 - first), upload);
+        base::parallel_for("kvzap::attention::split_spans",
+                           Kokkos::RangePolicy<ExecutionSpace>(exec, 0, i + 1 - first), upload);
       }
     }
     launch.many = table;
@@ -299,6 +315,81 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
     attend_rows(exec, launch, quantised_parts, spans[begin].cached, call);
     merge_parts(exec, launch, call);
     begin = end;
+  }
+}
+
+bool SplitKV::can_plan(const AttentionExtents& extents) {
+  const std::int64_t rows = extents.single_rows / std::max(1, extents.kv_heads);
+  const std::int64_t parts = rows / split_block_rows + 2 * extents.spans + 8;
+  return extents.kv_heads * (parts + parts / 4) *
+             SplitSpans::part_floats(extents.group, extents.head_dim) <=
+         most_floats;
+}
+
+void SplitKV::plan_calls(std::size_t calls) {
+  m_planned.clear();
+  m_planned.resize(calls);
+  m_places.clear();
+}
+
+void SplitKV::plan(std::size_t number, const std::vector<Span>& spans, const AttentionCall& call) {
+  Planned& planned = m_planned[number];
+  planned.first = m_places.size();
+  // What kernels read of a sequence is in m_places; the plan must not keep its memory.
+  const CachedLayer& any = spans.front().cached;
+  planned.cached.addresses = any.addresses;
+  planned.cached.window = any.window;
+  planned.cached.page_rows = any.page_rows;
+  planned.cached.format = any.format;
+  planned.call = call;
+  std::int64_t first_quantised = 0, first_wide = 0;
+  for (std::size_t s = 0; s < spans.size(); ++s) {
+    PartBounds own(spans[s], call.kv_heads);
+    if (s + 1 == spans.size()) {
+      const std::int64_t wide = first_wide / call.kv_heads;
+      const std::int64_t quantised = first_quantised / call.kv_heads;
+      own.wide = lasting(wide + own.wide) - wide;
+      own.quantised = lasting(quantised + own.quantised) - quantised;
+    }
+    m_places.push_back(own.place(spans[s], call.kv_heads, first_quantised, first_wide));
+  }
+  planned.quantised_parts = first_quantised;
+  planned.spans.count = static_cast<std::int32_t>(spans.size());
+  planned.spans.heads = call.kv_heads;
+  planned.spans.group = call.group;
+  planned.spans.dim = call.dim;
+  planned.spans.wide_parts = static_cast<std::int32_t>(first_wide);
+}
+
+void SplitKV::copy_plans(const ExecutionSpace& exec) {
+  const auto count = static_cast<std::int64_t>(m_places.size());
+  std::int64_t floats = 0;
+  for (const Planned& planned : m_planned) {
+    const std::int64_t parts = planned.spans.wide_parts + planned.quantised_parts;
+    floats =
+        std::max(floats, parts * SplitSpans::part_floats(planned.spans.group, planned.spans.dim));
+  }
+  base::reserve_scratch(m_partials, floats, "kvzap::attention::partials");
+  m_staged_places.reserve(count, "kvzap::attention::places");
+  for (Planned& planned : m_planned) {
+    planned.spans.partials = m_partials.data();
+    planned.spans.many = m_staged_places.device().data() + planned.first;
+  }
+  std::copy(m_places.begin(), m_places.end(), m_staged_places.host());
+  m_staged_places.copy(exec, count);
+}
+
+void SplitKV::run_planned(const ExecutionSpace& exec, std::size_t number) {
+  const Planned& planned = m_planned[number];
+  if (planned.spans.count == 0) return;
+  attend_rows(exec, planned.spans, planned.quantised_parts, planned.cached, planned.call);
+  merge_parts(exec, planned.spans, planned.call);
+}
+
+void SplitKV::add_shape(std::vector<std::int64_t>& shape) const {
+  for (const Planned& planned : m_planned) {
+    shape.push_back(planned.spans.wide_parts);
+    shape.push_back(planned.quantised_parts);
   }
 }
 

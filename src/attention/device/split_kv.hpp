@@ -2,6 +2,8 @@
 #pragma once
 
 #include "attention/call.hpp"
+#include "attention/device/split_parts.hpp"
+#include "base/staged.hpp"
 #include "linalg/gemm.hpp"
 
 namespace kvzap::attention {
@@ -30,10 +32,31 @@ class SplitKV {
   void reserve(const AttentionExtents& extents);
   static std::size_t scratch_bytes(const AttentionExtents& extents);
 
+  /// Attention::plan_calls and the functions after it. All spans have one query token.
+  static bool can_plan(const AttentionExtents& extents);
+  void plan_calls(std::size_t calls);
+  void plan(std::size_t number, const std::vector<Span>& spans, const AttentionCall& call);
+  void copy_plans(const ExecutionSpace& exec);
+  void run_planned(const ExecutionSpace& exec, std::size_t number);
+  /// Adds what decides the launches of the planned calls.
+  void add_shape(std::vector<std::int64_t>& shape) const;
+
  private:
+  /// A launch of spans. Those of a planned call have their places in m_places from `first` on.
+  struct Planned {
+    SplitSpans spans = {};
+    std::int64_t quantised_parts = 0;
+    std::size_t first = 0;
+    CachedLayer cached;
+    AttentionCall call;
+  };
+
   linalg::Vector m_partials;
   // The spans' places, if there are too many for a kernel's arguments.
   Kokkos::View<char*, MemorySpace> m_table;
+  std::vector<Planned> m_planned;  // (number)
+  std::vector<SplitSpan> m_places;
+  base::Staged<SplitSpan> m_staged_places;
 };
 
 }  // namespace kvzap::attention

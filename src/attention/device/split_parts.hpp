@@ -6,6 +6,7 @@
 
 #include "attention/device/split_rows.hpp"
 #include "attention/softmax.hpp"
+#include "base/launch.hpp"
 #include "base/soft_cap.hpp"
 #include "base/team.hpp"
 #include "linalg/device/lane_rows.hpp"
@@ -406,7 +407,7 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int6
   const base::TeamPolicy policy =
       base::team_policy(exec, parts, {std::max(1, team_threads / lanes), lanes}, kernel, bytes);
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(policy.team_size()));
-  Kokkos::parallel_for(
+  base::parallel_for(
       Rows::quantised ? "kvzap::attention::split_quantised" : "kvzap::attention::split", policy,
       kernel);
 }

@@ -7,6 +7,7 @@
 #include <kvzap/core/types.hpp>
 
 #include "base/cuda/tiles.hpp"
+#include "base/launch.hpp"
 
 namespace kvzap::base::cuda {
 
@@ -39,9 +40,11 @@ void launch(const ExecutionSpace& exec, std::atomic<bool>& is_prepared, Kernel* 
   }
 #else
   is_prepared = true;
-  exec.fence();
-  emulated::launch({static_cast<int>(shape.blocks_x), shape.blocks_y, shape.threads, shape.bytes},
-                   [&] { kernel(arguments...); });
+  base::launch([=] {
+    exec.fence();
+    emulated::launch({static_cast<int>(shape.blocks_x), shape.blocks_y, shape.threads, shape.bytes},
+                     [&] { kernel(arguments...); });
+  });
 #endif
 }
 

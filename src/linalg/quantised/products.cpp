@@ -9,6 +9,7 @@
 #include "base/byte_products.hpp"
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "linalg/host/onednn.hpp"
@@ -175,7 +176,7 @@ void multiply_portably(const ExecutionSpace& exec, const ConstFloats& x, const M
   for (const Section& section : weights.sections()) {
     const Panels panels = section.panels;
     const std::int64_t first = section.first;
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::linear::quantised", Team(exec, static_cast<int>(section.outputs), Kokkos::AUTO),
         KOKKOS_LAMBDA(const typename Team::member_type& team) {
           const std::int64_t n = team.league_rank();
@@ -209,7 +210,7 @@ void unpack_typed_rows(const ExecutionSpace& exec, const Matrix& weights, std::i
     const std::int64_t first = std::max(begin, own);
     const std::int64_t last = std::min(end, own + section.outputs);
     if (first >= last) continue;
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::linear::unpack", Range(exec, 0, (last - first) * width),
         KOKKOS_LAMBDA(std::int64_t i) {
           const std::int64_t output = first + i / width;
@@ -252,7 +253,7 @@ void look_up(const ExecutionSpace& exec, const Matrix& weights,
   for (const Section& section : weights.sections()) {
     const Panels panels = section.panels;
     const std::int64_t begin = section.first, own_outputs = section.outputs;
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::linear::look_up", Range(exec, 0, count * width), KOKKOS_LAMBDA(std::int64_t i) {
           const std::int64_t row = ids(i / width) - first;
           const bool is_here = row >= 0 && row < outputs;
@@ -270,7 +271,7 @@ void take_inputs(const ExecutionSpace& exec, const Matrix& weights, std::int64_t
   for (const Section& section : weights.sections()) {
     const Panels panels = section.panels;
     const std::int64_t begin = section.first, outputs = section.outputs;
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::linear::take_inputs", Range(exec, 0, count * outputs),
         KOKKOS_LAMBDA(std::int64_t i) {
           const std::int64_t input = i / outputs, output = i % outputs;

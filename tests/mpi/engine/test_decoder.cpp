@@ -400,6 +400,97 @@ TEST_P(DecoderShapes, ManySequencesDoNotMatter) {
   EXPECT_THROW(twice.add(together_ids[1], {}, rule, StepOutput::argmax), Error);
 }
 
+/// Lets steps run without recorded launches while it exists.
+class WithoutGraph {
+ public:
+  WithoutGraph() { setenv("KVZAP_GRAPH", "off", 1); }
+  ~WithoutGraph() { unsetenv("KVZAP_GRAPH"); }
+  WithoutGraph(const WithoutGraph&) = delete;
+  WithoutGraph& operator=(const WithoutGraph&) = delete;
+};
+
+/// A decoder and the sequences that a test has given it.
+struct Sequences {
+  Decoder decoder;
+  std::vector<SequenceId> ids;
+
+  Sequences(const Model& model, Scorer& scorer, const PageFormat& format)
+      : decoder(model, &scorer, Communicator::self(), 8, 4, nullptr, {format, {}}) {}
+  void add(const std::vector<TokenId>& context, const StepRule& rule) {
+    ids.push_back(decoder.cache().add_sequence());
+    step_argmax(decoder, ids.back(), context, rule);
+  }
+};
+
+// Decode steps whose launches were recorded give what steps give that launch anew, bit for bit,
+// while heads grow by pages and parts, sequences come and go, and memory moves.
+TEST_P(DecoderShapes, RepeatedLaunchesDoNotMatter) {
+  const Communicator self = Communicator::self();
+  const bool before = base::machine().on_device();
+  base::machine().set_device(true);
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), 1);
+  const auto tokens = some_tokens(900);
+  const auto some = [&](int begin, int count) {
+    return std::vector<TokenId>(tokens.begin() + begin, tokens.begin() + begin + count);
+  };
+  for (const auto& [dtype, rows] :
+       {std::pair(DType::f32, RowType::wide), std::pair(DType::bf16, RowType::q8)}) {
+    if (rows != RowType::wide && config.head_dim % 64 != 0) continue;
+    const auto model = Model::load(checkpoint.folder.path(), config, dtype, partition, 0);
+    auto surrogate =
+        Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, dtype, self);
+    const PageFormat format{rows, rows};
+    Sequences repeated(model, surrogate, format), anew(model, surrogate, format);
+    StepRule rule;
+    rule.score = true;
+    rule.eviction = {0.0f, 2, true};
+    const auto in_both = [&](const auto& work) {
+      work(repeated);
+      const WithoutGraph off;
+      work(anew);
+    };
+    for (const int length : {3, 300, 30}) {
+      in_both([&](Sequences& all) { all.add(some(length, length), rule); });
+    }
+    for (int step = 0; step < 60; ++step) {
+      if (step == 15) in_both([&](Sequences& all) { all.add(some(7, 11), rule); });
+      if (step == 30) {
+        in_both([&](Sequences& all) {
+          all.decoder.cache().free_sequence(all.ids.front());
+          all.ids.erase(all.ids.begin());
+        });
+      }
+      // More than a block of tokens: afterwards the step's memory is freed.
+      if (step == 45) in_both([&](Sequences& all) { all.add(some(1, 850), rule); });
+      std::vector<StepResult> results[2];
+      in_both([&](Sequences& all) {
+        const auto next = some(100 + step, static_cast<int>(all.ids.size()));
+        results[&all == &anew ? 1 : 0] =
+            all.decoder.step(single_tokens(all.ids, next, rule, StepOutput::logits));
+      });
+      for (std::size_t i = 0; i < results[0].size(); ++i) {
+        ASSERT_EQ(results[0][i].logits, results[1][i].logits) << "step " << step << ", " << i;
+      }
+    }
+    for (std::size_t i = 0; i < anew.ids.size(); ++i) {
+      for (int l = 0; l < layers; ++l) {
+        for (int h = 0; h < anew.decoder.cache().shape().heads[l]; ++h) {
+          EXPECT_EQ(repeated.decoder.cache().positions(repeated.ids[i], l, h),
+                    anew.decoder.cache().positions(anew.ids[i], l, h));
+        }
+      }
+      EXPECT_EQ(repeated.decoder.cache().counts(repeated.ids[i]).evicted,
+                anew.decoder.cache().counts(anew.ids[i]).evicted);
+    }
+    EXPECT_GT(repeated.decoder.repeated_steps(), 20);
+    EXPECT_EQ(anew.decoder.repeated_steps(), 0);
+  }
+  base::machine().set_device(before);
+}
+
 /// What each span of a step asks of it, and its sequence in two decoders.
 struct MixedSpan {
   int begin, count;  // of the test's tokens

@@ -1,0 +1,75 @@
+// Decode steps on devices whose launches are recorded and repeated: what differs from step to step
+// is planned for all layers ahead, and read by kernels from memory.
+#include "base/scratch.hpp"
+#include "engine/decoder.hpp"
+
+namespace kvzap {
+
+// One token for each sequence, one rank, and blocks that only launch kernels.
+bool Decoder::can_plan() const {
+  const engine::StepOutputs& outputs = m_step.outputs;
+  const bool reads_all =
+      outputs.count() == m_step.tokens() && outputs.n_hidden() == 0 && outputs.are_consecutive();
+  if (!m_step.deferred || m_comm.size() > 1 || m_observer || !reads_all) return false;
+  if (m_step.has_scores && !m_scorer->is_repeatable()) return false;
+  if (m_inputs || m_alt_up || m_joined || m_step.outcome() != engine::done) return false;
+  for (const LayerBlocks& layer : m_layers) {
+    if (layer.tokens != &m_attention) return false;
+    if (layer.channels != nullptr && layer.channels != &m_feed_forward) return false;
+    if (layer.beside != nullptr) return false;
+  }
+  const auto& experts = m_model.config().experts;
+  return !experts && base::LaunchGraph::is_available() && m_attention.can_plan(m_step);
+}
+
+// In the order in which the layers run, because attention reads a layer before its new row is in.
+void Decoder::plan() {
+  m_attention.begin_plans(m_step);
+  m_cache.plan_appends(m_step.spans().size());
+  for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
+    if (m_cache.shape().has_rows(l)) m_attention.plan(m_step, l);
+    for (const int layer : m_ends[l]) {
+      const auto& spans = appended_to(layer);
+      if (m_step.shares_rows(layer)) {
+        count_tokens(layer, spans);
+      } else if (m_cache.shape().keeps_rows(layer)) {
+        m_cache.plan_append(m_step.exec, spans, layer, m_step.new_keys(layer),
+                            m_step.new_values(layer), m_step.new_scores(layer));
+      }
+    }
+  }
+  m_attention.copy_plans(m_step);
+  m_cache.copy_plans(m_step.exec);
+  m_step.is_planned = true;
+}
+
+// What decides the launches of the step, and their arguments.
+std::vector<std::int64_t> Decoder::planned_shape() const {
+  std::vector<std::int64_t> shape{base::memory_moves, m_step.tokens(), m_step.outputs.n_argmax,
+                                  m_step.has_scores ? 1 : 0};
+  for (const StepBatch::Span& span : m_step.spans()) shape.push_back(span.rule.score ? 1 : 0);
+  m_attention.add_planned_shape(shape);
+  return shape;
+}
+
+void Decoder::run_planned() {
+  m_step.locally([&] { plan(); });
+  if (m_step.outcome() != engine::done) return;
+  std::vector<std::int64_t> shape = planned_shape();
+  const bool is_known = shape == m_graph_shape;
+  m_graph_shape = std::move(shape);
+  if (!is_known) {
+    m_graph.clear();
+    return run_layers({});
+  }
+  if (!m_graph.is_recorded()) {
+    const bool recorded = m_graph.record(m_step.exec, [&] { run_layers({}); });
+    m_step.pending = linalg::Matrix();
+    if (m_step.outcome() != engine::done) return m_graph.clear();
+    if (!recorded) return run_layers({});
+  }
+  m_step.locally([&] { m_graph.launch(m_step.exec); });
+  ++m_repeated_steps;
+}
+
+}  // namespace kvzap

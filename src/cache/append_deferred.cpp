@@ -473,6 +473,7 @@ void KVCache::plan_appends(std::size_t sequences) {
   cache::or_out_of_memory("an append", 0, store.pool, [&] {
     if (!store.plans) store.plans = std::make_shared<cache::AppendPlans>();
     store.plans->begin(store.shape.heads.size(), sequences);
+    store.waits.assign(store.shape.heads.size(), false);
   });
 }
 
@@ -488,6 +489,7 @@ void KVCache::plan_append(const ExecutionSpace& exec, const std::vector<AppendSp
   }
   cache::DeferredAppend append(store, exec, spans.data(), spans.size(), layer);
   append.plan(store.plans->args(layer));
+  store.waits[layer] = true;
   append.fill(store.plans->kernel(layer), pairs);
 }
 
@@ -495,6 +497,11 @@ void KVCache::copy_plans(const ExecutionSpace& exec) { m_store->plans->copy(exec
 
 void KVCache::append_planned(const ExecutionSpace& exec, int layer) {
   m_store->plans->launch(m_store->dtype, exec, layer);
+  m_store->waits[layer] = false;
+}
+
+void KVCache::note_planned(bool have_run) {
+  m_store->waits.assign(m_store->waits.size(), !have_run);
 }
 
 }  // namespace kvzap

@@ -305,6 +305,8 @@ class Store {
   MeteredBytes next_state_bytes;
   Workspace work;
   std::shared_ptr<AppendPlans> plans;  // null before the first
+  // (layer): whether its append of the step is planned and its kernel has not run.
+  std::vector<bool> waits;
 };
 
 /// Pages that a call has taken for its page lists. Without commit(), the destructor returns them to

@@ -128,7 +128,8 @@ void bring_back(Store& store, const StepState& state, Sequence& sequence) {
   const auto& mover = row_mover(store.dtype, store.shape.format);
   for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
     LayerStore& layer = sequence.layers[l];
-    const std::int64_t appended = layer.tokens - state.tokens[l];
+    const bool waits = l < store.waits.size() && store.waits[l];
+    const std::int64_t appended = waits ? 0 : layer.tokens - state.tokens[l];
     layer.tokens = state.tokens[l];
     layer.ring_first = state.ring_first[l];
     SpanRows rows;
@@ -176,6 +177,7 @@ void Store::close_step() {
   spare_pages.clear();
   n_step = 0;
   in_step = false;
+  waits.clear();
 }
 
 }  // namespace kvzap::cache

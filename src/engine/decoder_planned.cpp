@@ -53,23 +53,31 @@ std::vector<std::int64_t> Decoder::planned_shape() const {
 }
 
 void Decoder::run_planned() {
-  m_step.locally([&] { plan(); });
+  bool is_known = false;
+  m_step.locally([&] {
+    plan();
+    std::vector<std::int64_t> shape = planned_shape();
+    is_known = shape == m_graph_shape;
+    m_graph_shape = std::move(shape);
+  });
   if (m_step.outcome() != engine::done) return;
-  std::vector<std::int64_t> shape = planned_shape();
-  const bool is_known = shape == m_graph_shape;
-  m_graph_shape = std::move(shape);
   if (!is_known) {
     m_graph.clear();
     return run_layers({});
   }
   if (!m_graph.is_recorded()) {
-    const bool recorded = m_graph.record(m_step.exec, [&] { run_layers({}); });
+    bool recorded = false;
+    m_step.locally([&] { recorded = m_graph.record(m_step.exec, [&] { run_layers({}); }); });
+    m_cache.note_planned(false);
     m_step.pending = linalg::Matrix();
     if (m_step.outcome() != engine::done) return m_graph.clear();
     if (!recorded) return run_layers({});
   }
-  m_step.locally([&] { m_graph.launch(m_step.exec); });
-  ++m_repeated_steps;
+  m_step.locally([&] {
+    m_graph.launch(m_step.exec);
+    m_cache.note_planned(true);
+    ++m_repeated_steps;
+  });
 }
 
 }  // namespace kvzap

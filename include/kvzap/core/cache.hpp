@@ -212,6 +212,9 @@ class KVCache {
                    const ScoresView& scores);
   void copy_plans(const ExecutionSpace& exec);
   void append_planned(const ExecutionSpace& exec, int layer);
+  /// Tells whether the kernels of the step's plans have run, where append_planned does not know it:
+  /// it was recorded, or what was recorded has been launched. cancel_step takes back what they did.
+  void note_planned(bool have_run);
 
   /// Waits, once, for the kernels of append_deferred and frees pages that they did not need.
   /// Returns the counts of those calls, in all layers, since the last collect.

@@ -4,6 +4,8 @@
 #include <limits>
 #include <utility>
 
+#include "engine/likely_tokens.hpp"
+
 namespace kvzap {
 
 std::string_view name_of(StopReason reason) {
@@ -76,13 +78,10 @@ std::optional<StopReason> Continuation::end(std::int64_t positions) const {
 }
 
 double log_normalizer(const float* logits, std::int64_t vocabulary) {
-  double largest = -std::numeric_limits<double>::infinity();
-  for (std::int64_t i = 0; i < vocabulary; ++i) {
-    largest = std::max(largest, static_cast<double>(logits[i]));
-  }
-  double sum = 0;
-  for (std::int64_t i = 0; i < vocabulary; ++i) sum += std::exp(logits[i] - largest);
-  return largest + std::log(sum);
+  engine::LikelyTokens likely;
+  likely.read(logits, static_cast<std::size_t>(vocabulary));
+  if (!likely.is_finite()) return std::numeric_limits<double>::quiet_NaN();
+  return likely.largest() + std::log(likely.total(1));
 }
 
 }  // namespace kvzap

@@ -5,9 +5,10 @@
 #include <kvzap/engine/sampler.hpp>
 #include <limits>
 #include <locale>
-#include <numeric>
 #include <sstream>
 #include <utility>
+
+#include "engine/likely_tokens.hpp"
 
 namespace kvzap {
 namespace {
@@ -212,50 +213,40 @@ void Sampler::set_state(const std::string& state) {
 
 TokenId Sampler::operator()(const std::vector<float>& original) {
   if (!m_failure.empty()) throw Error(m_failure);
-  const auto find_best = [](const std::vector<float>& values) -> TokenId {
-    std::size_t best = 0;
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      if (std::isnan(values[i])) return -1;
-      if (values[i] > values[best]) best = i;
-    }
-    return values.empty() || !std::isfinite(values[best]) ? -1 : static_cast<TokenId>(best);
-  };
-  TokenId best = find_best(original);
-  if (best >= 0 && m_changes_logits) {
+  thread_local engine::LikelyTokens likely;  // scratch
+  likely.read(original.data(), original.size());
+  if (!likely.is_finite()) return -1;
+  if (m_changes_logits) {
     m_changed = original;
     change(m_changed);
-    best = find_best(m_changed);
+    likely.read(m_changed.data(), m_changed.size());
+    if (!likely.is_finite()) return -1;
   }
-  if (best < 0) return -1;
-  const std::vector<float>& logits = m_changes_logits ? m_changed : original;
-  if (m_options.temperature == 0) return best;
+  if (m_options.temperature == 0) return likely.best();
 
-  const auto more_likely = [&](TokenId a, TokenId b) {
-    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-  };
+  const std::vector<float>& logits = m_changes_logits ? m_changed : original;
   const auto weight = [&](TokenId id) {
-    return std::exp((static_cast<double>(logits[id]) - logits[best]) / m_options.temperature);
+    return std::exp((static_cast<double>(logits[id]) - likely.largest()) / m_options.temperature);
   };
-  m_order.resize(logits.size());
-  std::iota(m_order.begin(), m_order.end(), 0);
   const bool limited =
-      m_options.top_k > 0 && m_options.top_k < static_cast<std::int64_t>(m_order.size());
-  // Sorts only as many of the most probable tokens as needed, and sums their weights. A few tokens
-  // have nearly all of the probability, so sorting the others would be most of the work.
+      m_options.top_k > 0 && m_options.top_k < static_cast<std::int64_t>(logits.size());
+  // Sorts only as many of the most likely tokens as needed, and sums their weights: a few tokens
+  // have nearly all of the probability.
+  const std::vector<TokenId>* order = nullptr;
   m_cumulative.clear();
   const auto sort_up_to = [&](std::size_t count) {
-    const auto begin = m_order.begin() + static_cast<std::ptrdiff_t>(m_cumulative.size());
-    const auto end = m_order.begin() + static_cast<std::ptrdiff_t>(count);
-    if (end != m_order.end()) std::nth_element(begin, end, m_order.end(), more_likely);
-    std::sort(begin, end, more_likely);
+    order = &likely.sorted(count);
     double sum = m_cumulative.empty() ? 0 : m_cumulative.back();
-    for (auto id = begin; id != end; ++id) m_cumulative.push_back(sum += weight(*id));
+    const std::size_t end = limited ? count : order->size();
+    for (std::size_t i = m_cumulative.size(); i < end; ++i) {
+      m_cumulative.push_back(sum += weight((*order)[i]));
+    }
   };
   const auto sort_until = [&](const auto& is_enough) {
-    std::size_t count = std::min(first_sorted, m_order.size());
+    std::size_t count = std::min(first_sorted, logits.size());
     sort_up_to(count);
-    while (count < m_order.size() && !is_enough()) {
-      count = count < m_order.size() / growth ? count * growth : m_order.size();
+    while (m_cumulative.size() < logits.size() && !is_enough()) {
+      count = count < logits.size() / growth ? count * growth : logits.size();
       sort_up_to(count);
     }
   };
@@ -263,8 +254,8 @@ TokenId Sampler::operator()(const std::vector<float>& original) {
   if (limited) {
     sort_up_to(static_cast<std::size_t>(m_options.top_k));
     total = m_cumulative.back();
-  } else {
-    for (std::size_t id = 0; id < logits.size(); ++id) total += weight(static_cast<TokenId>(id));
+  } else if (m_options.top_p < 1 || m_options.min_p == 0) {
+    total = likely.total(m_options.temperature);
   }
   // std::uniform_real_distribution differs between libraries; 53 random bits do not.
   const double uniform = static_cast<double>(m_random() >> 11) * 0x1p-53;
@@ -278,11 +269,11 @@ TokenId Sampler::operator()(const std::vector<float>& original) {
   if (m_options.min_p > 0) {
     const auto is_likely = [&](TokenId id) { return weight(id) >= m_options.min_p; };
     if (!limited && m_options.top_p == 1) {
-      sort_until([&] { return !is_likely(m_order[m_cumulative.size() - 1]); });
+      sort_until([&] { return !is_likely((*order)[m_cumulative.size() - 1]); });
     }
-    const auto sorted = m_order.begin() + static_cast<std::ptrdiff_t>(m_cumulative.size());
-    const auto last = std::partition_point(m_order.begin(), sorted, is_likely);
-    m_cumulative.resize(static_cast<std::size_t>(last - m_order.begin()));
+    const auto sorted = order->begin() + static_cast<std::ptrdiff_t>(m_cumulative.size());
+    const auto last = std::partition_point(order->begin(), sorted, is_likely);
+    m_cumulative.resize(static_cast<std::size_t>(last - order->begin()));
     total = m_cumulative.back();
   }
   const double target = uniform * total;
@@ -291,7 +282,7 @@ TokenId Sampler::operator()(const std::vector<float>& original) {
   }
   const auto drawn = std::upper_bound(m_cumulative.begin(), m_cumulative.end(), target);
   const auto last = m_cumulative.end() - 1;
-  return m_order[static_cast<std::size_t>(std::min(drawn, last) - m_cumulative.begin())];
+  return (*order)[static_cast<std::size_t>(std::min(drawn, last) - m_cumulative.begin())];
 }
 
 }  // namespace kvzap

@@ -120,9 +120,8 @@ class Sampler {
   std::vector<TokenId> m_tokens;
   std::size_t m_prompt_tokens = 0;
   std::unordered_map<TokenId, Count> m_counts;  // of the tokens that penalties use
-  // Buffer of one call. Kept because it is as long as the vocabulary.
+  // Buffers of one call.
   std::vector<float> m_changed;
-  std::vector<TokenId> m_order;
   std::vector<double> m_cumulative;
 };
 

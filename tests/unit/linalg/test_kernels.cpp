@@ -195,6 +195,8 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"decode_##name", "BlockFormats.DecodeToTheReferenceValues"},
     {"name", "BlockEncoders.WriteTheReferenceBlocks"},
     {"encode_iq4_nl", "BlockEncoders.WriteTheReferenceBlocks"},
+    {"largest_of_blocks", "LikelyTokens.AgreeWithSorting"},
+    {"sum_of_weights", "LikelyTokens.AgreeWithSorting"},
     {"products_of_rows", "Cap.WeightedLeverage"},
     {"norms_of_rows", "ExpectedAttention.OfNormalQueriesToCome"},
     {"rotate_back", "ExpectedAttention.OfNormalQueriesToCome"},

@@ -22,7 +22,7 @@ void OutputBlock::reserve(Step& step) {
   }
   base::reserve_scratch(m_argmax, outputs.n_argmax, "kvzap::decoder::argmax");
   m_argmax_keys.resize(outputs.n_argmax + 1);
-  m_local_logits.resize(outputs.n_logits * local);
+  base::reserve_scratch(m_local_logits, outputs.n_logits * local, "kvzap::decoder::logits");
   m_hidden.resize(step.comm.is_root() ? outputs.n_hidden() * hidden : 0);
   const int ranks = step.comm.size();
   if (step.comm.is_root()) {
@@ -149,7 +149,7 @@ void OutputBlock::read(const Step& step) {
   Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(m_argmax_keys.data(), n_argmax),
                     Kokkos::subview(m_argmax, range(0, n_argmax)));
   if (outputs > n_argmax) {
-    Kokkos::deep_copy(Kokkos::View<float**, Kokkos::LayoutRight, Kokkos::HostSpace>(
+    Kokkos::deep_copy(Kokkos::View<float**, Kokkos::LayoutRight, base::StagingSpace>(
                           m_local_logits.data(), outputs - n_argmax, local),
                       Kokkos::subview(y, range(n_argmax, outputs), Kokkos::ALL));
   }

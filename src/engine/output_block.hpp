@@ -26,7 +26,8 @@ class OutputBlock {
   linalg::Vector m_rows, m_added;  // rows of Step::h and Step::pending that are not consecutive
   Kokkos::View<std::int64_t*, MemorySpace> m_device_rows, m_argmax;
   std::vector<std::int64_t> m_argmax_keys;  // (output), then the step's outcome
-  std::vector<float> m_local_logits, m_gathered_logits;
+  Kokkos::View<float*, base::StagingSpace> m_local_logits;
+  std::vector<float> m_gathered_logits;
   std::vector<float> m_hidden;               // (output, hidden), on rank 0
   std::vector<std::int64_t> m_logit_counts;  // of each rank
   std::vector<StepResult> m_results;

@@ -240,7 +240,8 @@ Matrix Decoder::join_experts(int layer, const RowRange& rows, const Matrix& x) {
                    config.hidden_size);
   if (!config.layer(layer).has_experts) return own;
   const Matrix y = m_experts.run(m_step, layer, x);
-  m_step.locally([&] { Kokkos::deep_copy(m_step.exec, own, y); });
+  m_step.locally(
+      [&] { base::launch([exec = m_step.exec, own, y] { Kokkos::deep_copy(exec, own, y); }); });
   m_step.rounded = linalg::RoundedRows();  // the experts' products have overwritten them
   return {};
 }

@@ -15,11 +15,11 @@ bool Decoder::can_plan() const {
   if (m_inputs || m_alt_up || m_joined || m_step.outcome() != engine::done) return false;
   for (const LayerBlocks& layer : m_layers) {
     if (layer.tokens != &m_attention) return false;
-    if (layer.channels != nullptr && layer.channels != &m_feed_forward) return false;
-    if (layer.beside != nullptr) return false;
+    const bool has_own = layer.channels == &m_feed_forward || layer.channels == &m_experts;
+    if ((layer.channels != nullptr && !has_own) || layer.beside != nullptr) return false;
   }
-  const auto& experts = m_model.config().experts;
-  return !experts && base::LaunchGraph::is_available() && m_attention.can_plan(m_step);
+  if (m_model.config().experts && !m_experts.by_choices()) return false;
+  return base::LaunchGraph::is_available() && m_attention.can_plan(m_step);
 }
 
 // In the order in which the layers run, because attention reads a layer before its new row is in.

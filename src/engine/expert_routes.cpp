@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "base/host_threads.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/scratch.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -17,7 +18,7 @@ template <class Work>
 void for_each_row(const char* label, const ExecutionSpace& exec, std::int64_t n,
                   std::int64_t weight, const Work& work) {
   if (base::machine().on_host()) return base::host_for(label, n, weight, work);
-  Kokkos::parallel_for(
+  base::parallel_for(
       label, Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, n),
       work);
 }
@@ -168,7 +169,6 @@ linalg::Matrix ExpertRoutes::logits(std::int64_t tokens) const {
 void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& config,
                           std::int64_t tokens, const Learned& learned) {
   const std::int64_t per_token = config.per_token;
-  const std::int64_t choices = tokens * per_token;
   const ChooseExperts choose_one = {
       logits(tokens),
       linalg::Matrix(m_ranking.data(), tokens, m_experts),
@@ -186,6 +186,10 @@ void ExpertRoutes::choose(const ExecutionSpace& exec, const ExpertsConfig& confi
       static_cast<float>(config.scale),
       static_cast<float>(config.mixer_margin)};
   for_each_row("kvzap::experts::choose", exec, tokens, m_experts * per_token, choose_one);
+}
+
+void ExpertRoutes::sort(const ExecutionSpace& exec, std::int64_t tokens, std::int64_t per_token) {
+  const std::int64_t choices = tokens * per_token;
   base::fence(exec, "kvzap::experts: the host sorts tokens by expert");
 
   const auto all = std::make_pair(std::int64_t{0}, choices);
@@ -218,7 +222,7 @@ ExpertRoutes::Tokens ExpertRoutes::tokens_of(std::int64_t expert) const {
 void ExpertRoutes::release() { *this = ExpertRoutes(); }
 
 void clear(const ExecutionSpace& exec, const linalg::Matrix& y) {
-  Kokkos::deep_copy(exec, y, 0.0f);
+  base::launch([=] { Kokkos::deep_copy(exec, y, 0.0f); });
 }
 
 void add_weighted_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
@@ -239,6 +243,22 @@ void add_weighted_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
       "kvzap::experts::add", exec, x.extent(0) * columns, 1, KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / columns, d = i % columns;
         y(rows(row), d) += weighs ? weights(row) * x(row, d) : x(row, d);
+      });
+}
+
+void add_choices(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
+                 const linalg::ConstVector& weights, const linalg::Matrix& y) {
+  const std::int64_t columns = y.extent(1), choices = x.extent(0) / y.extent(0);
+  const bool weighs = weights.extent(0) > 0;
+  for_each_row(
+      "kvzap::experts::add_choices", exec, y.extent(0) * columns, choices,
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t token = i / columns, d = i % columns;
+        float sum = 0;
+        for (std::int64_t c = token * choices; c < (token + 1) * choices; ++c) {
+          sum += weighs ? weights(c) * x(c, d) : x(c, d);
+        }
+        y(token, d) += sum;
       });
 }
 

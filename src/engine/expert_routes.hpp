@@ -32,9 +32,19 @@ class ExpertRoutes {
     linalg::ConstVector scales = {};      // of the weights, after all else
   };
   /// Chooses by the logits plus bias, and overwrites them. Equal scores go to the expert of the
-  /// smaller number. Waits.
+  /// smaller number.
   void choose(const ExecutionSpace& exec, const ExpertsConfig& config, std::int64_t tokens,
               const Learned& learned);
+  /// Returns the experts that `choose` has chosen for each token, one after the other, and their
+  /// weights: (token * per_token).
+  Rows chosen(std::int64_t choices) const {
+    return Kokkos::subview(m_chosen, std::make_pair(std::int64_t{0}, choices));
+  }
+  linalg::ConstVector chosen_weights(std::int64_t choices) const {
+    return Kokkos::subview(m_chosen_weights, std::make_pair(std::int64_t{0}, choices));
+  }
+  /// Sorts these tokens by expert, for tokens_of. Waits.
+  void sort(const ExecutionSpace& exec, std::int64_t tokens, std::int64_t per_token);
   Tokens tokens_of(std::int64_t expert) const;
   void release();
 
@@ -58,6 +68,11 @@ void clear(const ExecutionSpace& exec, const linalg::Matrix& y);
 /// each other.
 void add_weighted_rows(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
                        const ExpertRoutes::Tokens& tokens, const linalg::Matrix& y);
+
+/// y (token, column) += the sum over choices of weight * x(choice, column), or of x without
+/// weights: x (token * choices, column).
+void add_choices(const ExecutionSpace& exec, const linalg::ConstMatrix& x,
+                 const linalg::ConstVector& weights, const linalg::Matrix& y);
 
 /// y (row, column) *= weights (row)
 void scale_rows(const ExecutionSpace& exec, const linalg::ConstVector& weights,

@@ -7,6 +7,22 @@ namespace kvzap::engine {
 
 using linalg::Matrix;
 
+namespace {
+
+bool have_plain_experts(const Model::Weights& weights) {
+  const auto is_plain = [](const linalg::LinearWeights& map) {
+    return map.quantised() == nullptr && !map.is_packed();
+  };
+  for (const auto& layer : weights.layers) {
+    for (const auto& expert : layer.experts) {
+      if (!is_plain(expert.gate_up) || !is_plain(expert.down)) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
 void ExpertsBlock::reserve(Step& step) {
   const std::int64_t m = step.most_rows();
   m_routes.reserve(*step.config.experts, m);
@@ -14,6 +30,9 @@ void ExpertsBlock::reserve(Step& step) {
     base::reserve_scratch(*rows, m * step.config.hidden_size, "kvzap::decoder::experts");
   }
   base::reserve_scratch(m_shared_logits, m, "kvzap::decoder::shared_logits");
+  if (!m_has_plain) m_has_plain = have_plain_experts(step.model.weights());
+  m_by_choices = may_choose(step);
+  if (m_by_choices) reserve_chosen(step);
   for (const auto& layer : step.model.weights().layers) {
     if (layer.experts.empty()) continue;
     FeedForwardBlock::reserve(step, layer.dense);
@@ -37,6 +56,66 @@ void ExpertsBlock::route(Step& step, int layer, const Matrix& x) {
   step.linear(step.exec, x, step.rounded, weights.router, {}, m_routes.logits(m));
   m_routes.choose(step.exec, *step.config.experts, m,
                   {weights.correction, weights.router_bias, weights.expert_scales});
+  if (!m_by_choices) m_routes.sort(step.exec, m, step.config.experts->per_token);
+}
+
+bool ExpertsBlock::may_choose(const Step& step) const {
+  constexpr std::int64_t most_tokens = 16;
+  const ExpertsConfig& config = *step.config.experts;
+  // Biases of down are those of rank 0 alone.
+  return base::machine().on_device() && step.tokens() <= most_tokens && config.identities == 0 &&
+         !(config.has_biases && step.comm.size() > 1) && *m_has_plain;
+}
+
+// Reserves the memory of all choices of the step's tokens.
+void ExpertsBlock::reserve_chosen(Step& step) {
+  const auto& layers = step.model.weights().layers;
+  const std::int64_t choices = step.tokens() * step.config.experts->per_token;
+  base::reserve_scratch(m_expert_outputs, choices * step.config.hidden_size,
+                        "kvzap::decoder::experts");
+  for (const auto& layer : layers) {
+    if (layer.experts.empty()) continue;
+    step.reserve(Step::gates, choices * layer.experts.front().gate_up.outputs());
+    step.reserve(Step::projected, choices * layer.experts.front().down.inputs());
+  }
+  if (!m_maps.empty()) return;
+  std::vector<LayerMaps> all;
+  for (const auto& layer : layers) {
+    all.emplace_back();
+    if (layer.experts.empty()) continue;
+    std::vector<const linalg::LinearWeights*> gate_up, down;
+    std::vector<linalg::ConstVector> gate_up_bias, down_bias;
+    for (const auto& expert : layer.experts) {
+      gate_up.push_back(&expert.gate_up);
+      down.push_back(&expert.down);
+      gate_up_bias.emplace_back(expert.gate_up_bias);
+      down_bias.emplace_back(expert.down_bias);
+    }
+    all.back() = {{gate_up, gate_up_bias}, {down, down_bias}};
+  }
+  m_maps = std::move(all);
+}
+
+// Adds the output of the chosen experts to y, by kernels over all choices of all tokens.
+void ExpertsBlock::run_chosen(Step& step, int layer, const Matrix& x, const Matrix& y) {
+  const ExecutionSpace& exec = step.exec;
+  const ExpertsConfig& config = *step.config.experts;
+  const FeedForwardBlock::Weights& any = step.weights(layer).experts.front();
+  const std::int64_t choices = static_cast<std::int64_t>(x.extent(0)) * config.per_token;
+  const Matrix gates = step.matrix(Step::gates, choices, any.gate_up.outputs());
+  const Matrix inputs = step.matrix(Step::projected, choices, any.down.inputs());
+  const Matrix outputs(m_expert_outputs.data(), choices, x.extent(1));
+  const ExpertRoutes::Rows chosen = m_routes.chosen(choices);
+  linalg::ConstVector weights = m_routes.chosen_weights(choices);
+  m_maps[layer].gate_up(exec, x, config.per_token, chosen, gates);
+  if (config.scales_input) {
+    scale_rows(exec, weights, gates);  // as if x were scaled: there are no biases then
+    weights = {};
+  }
+  FeedForwardBlock::gate(step, any, false, inputs);
+  m_maps[layer].down(exec, inputs, 1, chosen, outputs);
+  FeedForwardBlock::multiply(step, outputs);
+  add_choices(exec, outputs, weights, y);
 }
 
 Matrix ExpertsBlock::run_routed(Step& step, int layer, const Matrix& x) {
@@ -46,7 +125,8 @@ Matrix ExpertsBlock::run_routed(Step& step, int layer, const Matrix& x) {
   const auto hidden = static_cast<std::int64_t>(x.extent(1));
   const Matrix y(m_outputs.data(), m, hidden);
   run_shared(step, layer, x, y);
-  for (std::size_t e = 0; e < weights.experts.size(); ++e) {
+  if (m_by_choices) run_chosen(step, layer, x, y);
+  for (std::size_t e = 0; !m_by_choices && e < weights.experts.size(); ++e) {
     auto tokens = m_routes.tokens_of(static_cast<std::int64_t>(e));
     const auto count = static_cast<std::int64_t>(tokens.rows.extent(0));
     if (count == 0) continue;

@@ -112,6 +112,10 @@ linalg::RoundedRows FeedForwardBlock::gate(Step& step, const Weights& weights, b
 void FeedForwardBlock::leave(Step& step, const Weights& weights, const linalg::Matrix& inputs,
                              const linalg::RoundedRows& rounded, const linalg::Matrix& y) {
   step.linear(step.exec, inputs, rounded, weights.down, weights.down_bias, y);
+  multiply(step, y);
+}
+
+void FeedForwardBlock::multiply(const Step& step, const linalg::Matrix& y) {
   const auto multiplier = static_cast<float>(step.config.feed_forward_multiplier);
   if (multiplier != 1) scale(step.exec, y, multiplier);
 }

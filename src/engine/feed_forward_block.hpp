@@ -22,12 +22,17 @@ class FeedForwardBlock final : public ChannelMixer {
   /// Reserves the memory of a run with these weights.
   static void reserve(Step& step, const Weights& weights);
 
+  /// The middle of such a run: `inputs`, those of down, from the gates in Step::gates. Returns them
+  /// rounded, or empty if not `rounds` or if down is quantised.
+  static linalg::RoundedRows gate(Step& step, const Weights& weights, bool rounds,
+                                  const linalg::Matrix& inputs);
+  /// Its end: multiplies y, the output of down, by the model's factor.
+  static void multiply(const Step& step, const linalg::Matrix& y);
+
  private:
   static void enter(Step& step, const Weights& weights, const linalg::Matrix& x,
                     const linalg::RoundedRows& rounded);
   void cut_gates(Step& step, int layer, float cutoff, std::int64_t m);
-  static linalg::RoundedRows gate(Step& step, const Weights& weights, bool rounds,
-                                  const linalg::Matrix& inputs);
   static void leave(Step& step, const Weights& weights, const linalg::Matrix& inputs,
                     const linalg::RoundedRows& rounded, const linalg::Matrix& y);
 

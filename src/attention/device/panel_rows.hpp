@@ -4,13 +4,17 @@
 #include <type_traits>
 
 #include "attention/call.hpp"
-#include "attention/device/row_vector.hpp"
+#include "base/row_vector.hpp"
 #include "base/team.hpp"
 #include "linalg/device/lane_rows.hpp"
 #include "linalg/product.hpp"
 #include "linalg/rounded_rows.hpp"
 
 namespace kvzap::attention {
+
+using base::Bytes16;
+using base::is_vector_aligned;
+using base::RowVector;
 
 // Most query tokens of a tile.
 inline constexpr std::int64_t tile_tokens = 512;

@@ -2,10 +2,16 @@
 #pragma once
 
 #include "attention/call.hpp"
-#include "attention/device/row_vector.hpp"
 #include "base/byte_permute.hpp"
+#include "base/row_vector.hpp"
 
 namespace kvzap::attention {
+
+using base::Bytes4;
+using base::Bytes8;
+using base::is_vector_aligned;
+using base::load_floats;
+using base::RowVector;
 
 /// The place of a span in memory. A head's rows are those of its pages, then its ring, then the
 /// span's new rows. Quantised rows and wide rows form parts of their own.

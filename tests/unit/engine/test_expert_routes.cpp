@@ -151,6 +151,7 @@ TEST(ExpertRoutes, EqualAPlainChoice) {
         routes.reserve(config, tokens);
         fill(routes.logits(tokens), logits);
         routes.choose(ExecutionSpace{}, config, tokens, {corrections, biases});
+        routes.sort(ExecutionSpace{}, tokens, config.per_token);
         const auto found = found_choice(routes, config.count, tokens);
         for (std::int64_t t = 0; t < tokens; ++t) {
           const auto first = logits.begin() + t * config.count;
@@ -179,6 +180,7 @@ TEST(ExpertRoutes, LargeLogitsKeepTheirOrder) {
   routes.reserve(config, 1);
   fill(routes.logits(1), std::vector<float>{40, 50, 45});
   routes.choose(ExecutionSpace{}, config, 1, {});
+  routes.sort(ExecutionSpace{}, 1, config.per_token);
   const auto found = found_choice(routes, 3, 1);
   EXPECT_EQ(found[0], (Weights{{1, 1.0}}));
 }
@@ -199,6 +201,7 @@ TEST(ExpertRoutes, LogitsThatAreNotNumbersChooseSomeExperts) {
     }
     Kokkos::deep_copy(logits, host);
     routes.choose(ExecutionSpace{}, config, 3, {});
+    routes.sort(ExecutionSpace{}, 3, config.per_token);
     for (const Weights& weights : found_choice(routes, config.count, 3)) {
       EXPECT_EQ(weights.size(), static_cast<std::size_t>(config.per_token));
     }
@@ -217,6 +220,7 @@ Weights choice_of(const ExpertsConfig& config, const std::vector<float>& logits,
     routes.reserve(config, 1);
     fill(routes.logits(1), logits);
     routes.choose(ExecutionSpace{}, config, 1, {corrections});
+    routes.sort(ExecutionSpace{}, 1, config.per_token);
     results.push_back(found_choice(routes, config.count, 1).front());
   }
   EXPECT_EQ(results[0], results[1]);

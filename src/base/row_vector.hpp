@@ -5,7 +5,7 @@
 #include <kvzap/core/types.hpp>
 #include <type_traits>
 
-namespace kvzap::attention {
+namespace kvzap::base {
 
 /// Bytes that one instruction loads or stores, if the processor has such an instruction. They may
 /// hold values of any type.
@@ -37,7 +37,7 @@ KOKKOS_INLINE_FUNCTION void load_floats(const float* source, float* target) {
   if constexpr (count == 1) target[0] = source[0];
   for (int i = 0; i + 4 <= count; i += 4) {
     const Bytes16 bytes = *reinterpret_cast<const Bytes16*>(source + i);
-    for (int e = 0; e < 4; ++e) target[i + e] = base::bits_float(bytes.word[e]);
+    for (int e = 0; e < 4; ++e) target[i + e] = bits_float(bytes.word[e]);
   }
 }
 
@@ -51,7 +51,7 @@ struct RowVector {
     const Bytes16 bytes = *reinterpret_cast<const Bytes16*>(source);
     for (int i = 0; i < width; ++i) {
       if constexpr (std::is_same_v<Value, float>) {
-        target[i] = base::bits_float(bytes.word[i]);
+        target[i] = bits_float(bytes.word[i]);
       } else {
         Value value{};
         // Every backend stores the lower half of a word first.
@@ -62,4 +62,4 @@ struct RowVector {
   }
 };
 
-}  // namespace kvzap::attention
+}  // namespace kvzap::base

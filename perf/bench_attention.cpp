@@ -293,7 +293,7 @@ void add_decode(const std::string& type, int repetitions) {
 
 void add_quantised_decode(int repetitions) {
   constexpr std::int64_t iterations = 12;
-  for (const char* const type : {"q8", "q8,q4", "q4"}) {
+  for (const char* const type : {"q8", "q8,q4", "q4", "q3", "q2"}) {
     const PageFormat format = page_format_from_name(type, DType::bf16);
     for (int dim : {64, 128}) {
       for (int group : {1, 2, 3, 4, 8}) {

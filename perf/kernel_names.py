@@ -2,7 +2,7 @@
 import re
 
 ENUMERATORS = {  # include/kvzap/core/quantised_rows.hpp, src/linalg/quantised/format.hpp
-    "RowType": ["wide", "q8", "q4"],
+    "RowType": ["wide", "q8", "q4", "q3", "q2"],
     "CodeKind": ["nibbles", "centred_nibbles", "five_bits", "centred_five_bits", "six_bits", "bytes", "table", "float8"],
     "ScaleKind": ["single", "half", "half_minimum", "half_zero", "exponent", "group_minimum", "group_of_16"],
 }  # fmt: skip

@@ -259,7 +259,8 @@ const std::vector<ForeignFlag>& foreign_flags() {
        "llama.cpp, vLLM and transformers",
        V::one,
        R::refused,
-       "--kv-type q8, q4 or q8,q4 (keys, values) is the type of the cache, and --threshold or "
+       "--kv-type q8, q4, q3, q2 or q8,q4 (keys, values) is the type of the cache, and --threshold "
+       "or "
        "--evict-ratio makes it smaller",
        "",
        {"auto", "bf16"}},
@@ -267,7 +268,7 @@ const std::vector<ForeignFlag>& foreign_flags() {
        "MLX",
        V::one,
        R::refused,
-       "--kv-type q8 or q4 is the type of the cache"},
+       "--kv-type q8, q4, q3 or q2 is the type of the cache"},
       {{"--max-kv-size"},
        "MLX",
        V::one,

@@ -64,9 +64,10 @@ void check_page_rows(int page_rows) {
 }
 
 void declare_kv_type(CLI::App& app, std::string& kv_type, const std::string& group) {
-  app.add_option("--kv-type", kv_type,
-                 "type of keys and values that have left the window: q8 (8 bits), q4 (4 bits), two "
-                 "of them for keys and values, as in q8,q4, or that of --dtype; default: --dtype")
+  app.add_option(
+         "--kv-type", kv_type,
+         "type of keys and values that have left the window: q8 (8 bits), q4, q3, q2, two of "
+         "them for keys and values, as in q8,q4, or that of --dtype; default: --dtype")
       ->type_name("TYPE")
       ->check(may_change())
       ->group(group);
@@ -79,8 +80,10 @@ PageFormat page_format(const std::string& kv_type, const std::string& dtype) {
   } catch (const Error& error) {
     // llama.cpp's names, such as q8_0
     const std::string near = files::lower_case(kv_type).substr(0, 2);
+    const bool is_near = std::any_of(std::begin(quantised_types), std::end(quantised_types),
+                                     [&](RowType type) { return name_of(type) == near; });
     throw Error(fmt::format("--kv-type: {}{}", error.what(),
-                            near == "q8" || near == "q4" ? "; did you mean " + near + "?" : ""));
+                            is_near ? "; did you mean " + near + "?" : ""));
   }
 }
 

@@ -9,6 +9,7 @@ import processors
 from engines.records import matched_share, read
 
 KV_TYPES = ("bf16", "q8", "q4", "q8,q4")
+PERPLEXITY_KV_TYPES = (*KV_TYPES, "q4,q3", "q3", "q8,q2", "q4,q2", "q3,q2", "q2")
 WINDOWS = (8, 32, 128, 1)  # recent tokens that KVzap keeps
 EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-2048-oracle", "ruler-4096", "ruler-4096-oracle",
                "summary", "perplexity", "generation", "kv-perplexity", "linear-ruler", "linear-facts", "window", "every",

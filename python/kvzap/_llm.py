@@ -205,8 +205,8 @@ class LLM:
     pruning: a `Pruning`, its text such as "snapkv@evict-ratio=0.5", a `ScorePolicy`, or None for the full cache.
         `kvzap policies` names the paper of each policy
     dtype: type of weights and cache: "bf16", "f16" or "f32"
-    kv_type: type of keys and values that have left the window: "q8", "q4", two of them for keys and values as in
-        "q8,q4", or None for dtype
+    kv_type: type of keys and values that have left the window: "q8", "q4", "q3", "q2", two of them for keys and
+        values as in "q8,q4", or None for dtype
     weights: "stored" (quantised ones in their blocks), "unpacked", "q8" or "q4" (made at load)
     threads: of this process, 1 to 4096, as kvzap::set_threads of C++ sets them; 0: the number of cores it may use
     max_context: most tokens of context, question and answer; 0: the model's

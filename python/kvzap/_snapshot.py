@@ -108,7 +108,7 @@ class Snapshot:
             # The newest rows, of which all heads have the same number, are not quantised.
             ring = len(self._file.file[f"{path}/{name}"]) // self.n_heads
             row_type = self.kv_type.split(",")[-1 if name == "values" else 0]
-            self._file.expect(row_type in quantised_rows.TYPES, "kv_type", "q8, q4 or two of them", self.kv_type)
+            self._file.expect(row_type in quantised_rows.TYPES, "kv_type", "q8, q4, q3, q2 or two of them", self.kv_type)
             least = np.diff(rows.offsets).min()
             self._file.expect(least >= ring, f"{path}/offsets", f"heads of at least {ring} rows", least)
             quantised = (count - ring * self.n_heads, quantised_rows.code_bytes(row_type, self.head_dim))

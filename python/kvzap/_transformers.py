@@ -145,8 +145,8 @@ class Cache(LinearStates, _TransformersCache):
     dtype: type of keys and values; None: that of the model's
     threads: of attention; 0: the number of cores
     page_rows: rows of a page
-    kv_type: type of keys and values that have left the window: "q8", "q4", two of them for keys and values as in
-        "q8,q4", or None for dtype
+    kv_type: type of keys and values that have left the window: "q8", "q4", "q3", "q2", two of them for keys and
+        values as in "q8,q4", or None for dtype
 
     The first forward reads the context, which is pruned layer by layer. Later forwards are a question or generated
     tokens; the pruning judges them if its mode is always. `context()` reads the context in chunks. Batches may be

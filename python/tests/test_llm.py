@@ -201,7 +201,7 @@ def test_files_of_the_program(chat, llm, golden, tmp_path):
         llm.resume(of_run)
 
 
-@pytest.mark.parametrize("kv_type", ["q8", "q4", "q8,q4"])
+@pytest.mark.parametrize("kv_type", ["q8", "q4", "q8,q4", "q3,q2"])
 def test_files_of_quantised_rows(golden, tmp_path, kv_type):
     llm = kvzap.LLM(MODEL, kvzap.Pruning.kvzap(SURROGATE, threshold=THRESHOLD), dtype="f32", kv_type=kv_type)
     chat = llm.session().read(golden["context"])

@@ -1,8 +1,9 @@
 // The row mover of pages with quantised rows: rows that leave the ring are quantised once, and
 // quantised rows move as they lie.
 #include <algorithm>
-#include <array>
 #include <cstring>
+#include <deque>
+#include <iterator>
 
 #include "base/host_threads.hpp"
 #include "cache/quantised_place.hpp"
@@ -251,23 +252,29 @@ class QuantisedRowMover : public RowMover {
 
 template <class Value>
 const RowMover& mover_of(const PageFormat& format) {
-  using Mover = QuantisedRowMover<Value>;
-  constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
-  static const std::array<Mover, 12> movers = [] {
-    const auto of = [](bool by_kernels, const PageFormat& own) {
+  constexpr int types = static_cast<int>(std::size(quantised_types));
+  static const std::deque<QuantisedRowMover<Value>> movers = [] {
+    std::deque<QuantisedRowMover<Value>> all;
+    for (const bool by_kernels : {!base::runs_on_host, true}) {
       constexpr DType dtype = DTypeOf<Value>::value;
-      return Mover(
-          by_kernels || !base::runs_on_host ? kernel_row_mover(dtype) : host_row_mover(dtype), own);
-    };
-    return std::array<Mover, 12>{
-        of(false, {q8, q8}), of(false, {q8, q4}),       of(false, {q4, q8}),
-        of(false, {q4, q4}), of(false, {q8, q8, true}), of(false, {q4, q4, true}),
-        of(true, {q8, q8}),  of(true, {q8, q4}),        of(true, {q4, q8}),
-        of(true, {q4, q4}),  of(true, {q8, q8, true}),  of(true, {q4, q4, true})};
+      const RowMover& wide = by_kernels ? kernel_row_mover(dtype) : host_row_mover(dtype);
+      for (const bool are_keys : {false, true}) {
+        for (const RowType keys : quantised_types) {
+          for (const RowType values : quantised_types) {
+            all.emplace_back(wide, PageFormat{keys, values, are_keys});
+          }
+        }
+      }
+    }
+    return all;
   }();
-  const int keys = format.keys == q4 ? 1 : 0, values = format.values == q4 ? 1 : 0;
-  return movers[(use_portable_path() ? 6 : 0) +
-                (format.values_are_keys ? 4 + keys : 2 * keys + values)];
+  const auto number = [](RowType type) {
+    return static_cast<int>(
+        std::find(std::begin(quantised_types), std::end(quantised_types), type) -
+        std::begin(quantised_types));
+  };
+  const int pass = (use_portable_path() ? 2 : 0) + (format.values_are_keys ? 1 : 0);
+  return movers[(pass * types + number(format.keys)) * types + number(format.values)];
 }
 
 }  // namespace

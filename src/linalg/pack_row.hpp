@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvzap/core/quantised_rows.hpp>
+#include <type_traits>
 
 #include "base/kokkos_compat.hpp"
 #include "linalg/host/rotated_rows.hpp"
@@ -28,7 +29,22 @@ KOKKOS_INLINE_FUNCTION float turned_at(const Element& at, int dim, int d) {
   return sum * turn.root();
 }
 
-/// Levels of one sign.
+/// Calls work(type) with a type of quantised rows as a constant.
+template <class Work>
+void with_row_type(RowType type, const Work& work) {
+  switch (type) {
+    case RowType::q2:
+      return work(std::integral_constant<RowType, RowType::q2>());
+    case RowType::q3:
+      return work(std::integral_constant<RowType, RowType::q3>());
+    case RowType::q4:
+      return work(std::integral_constant<RowType, RowType::q4>());
+    default:
+      return work(std::integral_constant<RowType, RowType::q8>());
+  }
+}
+
+/// Levels of one sign of q4.
 inline constexpr int magnitudes = 8;
 /// Returns the size above which level m of one sign is nearer than level m - 1, in 127ths of the
 /// largest level.
@@ -86,16 +102,23 @@ struct LevelProducts {
   }
 };
 
-/// Returns the scale of q4 for a rotated row with this largest size. Loops: as PlainLoops.
+/// Returns the root mean square of a rotated row with this largest size. Loops: as PlainLoops.
 template <class Rotated, class Loops>
-KOKKOS_INLINE_FUNCTION float fitted_scale(const Rotated& row, int dim, float largest,
-                                          const Loops& loops) {
+KOKKOS_INLINE_FUNCTION float rms_of(const Rotated& row, int dim, float largest,
+                                    const Loops& loops) {
   if (largest <= least_scale) return 0;
   const float squares = loops.template sum<float>(dim, [&](int d) {
     const float value = row(d) * (1.0f / largest);
     return value * value;
   });
-  const float middle = largest * base::math::sqrt(squares / static_cast<float>(dim)) / rms_level;
+  return largest * base::math::sqrt(squares / static_cast<float>(dim));
+}
+
+/// Returns the scale of q4 for a rotated row with this largest size. Loops: as PlainLoops.
+template <class Rotated, class Loops>
+KOKKOS_INLINE_FUNCTION float fitted_scale(const Rotated& row, int dim, float largest,
+                                          const Loops& loops) {
+  const float middle = rms_of(row, dim, largest, loops) / rms_level;
   float found = middle, best = 0;
   for (int c = 0; c < scale_candidates && middle > least_scale; ++c) {
     const float inverse = 1.0f / (middle * candidate_factor(c));
@@ -114,6 +137,114 @@ KOKKOS_INLINE_FUNCTION float fitted_scale(const Rotated& row, int dim, float lar
   return found;
 }
 
+/// Writes the codes of a unit of q3 or q2, whose dimension i is value(i) for i < dims, in 127ths of
+/// the largest level: those of least squared error (Viterbi's algorithm, from the last dimension to
+/// the first). Returns the products of its levels.
+template <RowType type, class Value>
+KOKKOS_FORCEINLINE_FUNCTION LevelProducts assign_unit(const Value& value, int dims,
+                                                      std::uint8_t* codes) {
+  constexpr int places = QuantisedRows::unit_dims;
+  constexpr RowTrellis trellis = RowTrellis::of(type);
+  constexpr float unreachable = 1e30f;
+  float levels[trellis.count()];
+  for (int n = 0; n < trellis.count(); ++n) levels[n] = static_cast<float>(trellis.level(n));
+  // By the lower two bits of a place: the least error from there on. None follow the last place.
+  float least[4] = {0, unreachable, unreachable, unreachable};
+  std::uint16_t choices[places];  // by these bits, 4 bits each: those of the next place, the third
+  for (int place = places - 1; place >= 0; --place) {
+    const int i = QuantisedRows::dim_of_place(place);
+    const float x = i < dims ? value(i) : 0.0f;
+    const float counted = i < dims ? 1.0f : 0.0f;
+    float error[16];
+    int third[16];
+    for (int n = 0; n < 16; ++n) {
+      const float off = (x - levels[n]) * counted;
+      error[n] = off * off;
+      third[n] = 0;
+      if constexpr (type == RowType::q3) {
+        const float other = (x - levels[16 + n]) * counted;
+        third[n] = other * other < error[n] ? 4 : 0;
+        error[n] = other * other < error[n] ? other * other : error[n];
+      }
+    }
+    float before[4];
+    int chosen = 0;
+    for (int own = 0; own < 4; ++own) {
+      float best = error[own] + least[0];
+      int choice = third[own];
+      for (int next = 1; next < 4; ++next) {
+        const float sum = error[4 * next + own] + least[next];
+        choice = sum < best ? next | third[4 * next + own] : choice;
+        best = sum < best ? sum : best;
+      }
+      before[own] = best;
+      chosen |= choice << (4 * own);
+    }
+    for (int own = 0; own < 4; ++own) least[own] = before[own];
+    choices[place] = static_cast<std::uint16_t>(chosen);
+  }
+  int own = 0;
+  for (int bits = 1; bits < 4; ++bits) own = least[bits] < least[own] ? bits : own;
+  std::uint64_t lower = 0;
+  std::uint32_t upper = 0;
+  LevelProducts products;
+  for (int place = 0; place < places; ++place) {
+    const int i = QuantisedRows::dim_of_place(place);
+    const int choice = choices[place] >> (4 * own);
+    lower |= static_cast<std::uint64_t>(own) << (2 * place);
+    upper |= static_cast<std::uint32_t>(choice >> 2 & 1) << i;
+    const int next = choice & 3;
+    if (i < dims) {
+      const float level =
+          levels[own | next << 2 | (type == RowType::q3 ? choice >> 2 & 1 : 0) << 4];
+      products += {value(i) * level, level * level};
+    }
+    own = next;
+  }
+  for (int b = 0; b < QuantisedRows::unit_bytes(type); ++b) {
+    codes[b] = static_cast<std::uint8_t>(b < 8 ? lower >> (8 * b) : upper >> (8 * (b - 8)));
+  }
+  return products;
+}
+
+/// Writes the codes of a row of q3 or q2 and returns its scale, the best of two by squared error,
+/// fitted to the levels. middle: the scale that belongs to the row's root mean square.
+/// assign(inverse): writes the codes for this inverse of a scale and returns the products of their
+/// levels with the row, times the inverse, and with themselves.
+template <class Assign>
+KOKKOS_FORCEINLINE_FUNCTION float pack_by_trellis(float middle, const Assign& assign) {
+  if (!(middle > least_scale)) {
+    assign(0.0f);
+    return 0;
+  }
+  float found = middle, best = 0;
+  for (const float factor : {0.92f, 1.06f}) {
+    const LevelProducts all = assign(1.0f / (middle * factor));
+    const float fitted = factor * all.with_row / all.with_self;
+    if (fitted * fitted * all.with_self > best) {
+      best = fitted * fitted * all.with_self;
+      found = middle * fitted;
+    }
+  }
+  const LevelProducts all = assign(1.0f / found);
+  return found * all.with_row / all.with_self;
+}
+
+/// Writes the codes of a row of q3 or q2 and returns its scale.
+template <RowType type, class Rotated, class Loops>
+KOKKOS_INLINE_FUNCTION float pack_units(const Rotated& row, int dim, float largest,
+                                        std::uint8_t* codes, const Loops& loops) {
+  constexpr int unit_dims = QuantisedRows::unit_dims;
+  const float rms = rms_of(row, dim, largest, loops);
+  return pack_by_trellis(rms / RowTrellis::of(type).rms, [&](float inverse) {
+    return loops.template sum<LevelProducts>((dim + unit_dims - 1) / unit_dims, [&](int unit) {
+      const int first = unit * unit_dims;
+      return assign_unit<type>([&](int i) { return row(first + i) * inverse; }, dim - first,
+                               codes + unit * QuantisedRows::unit_bytes(type));
+    });
+  });
+}
+
 /// Writes the codes of the row whose dimension d, rotated, is row(d), and returns its scale: those
 /// of linalg::pack_row.
 template <class Rotated, class Loops>
@@ -122,6 +253,12 @@ KOKKOS_INLINE_FUNCTION bfloat16 pack_rotated_row(RowType type, const Rotated& ro
   const float largest = loops.largest(dim, [&](int d) { return base::math::fabs(row(d)); });
   const float odd = loops.template sum<float>(dim, [&](int d) { return 0.0f * row(d); });
   bfloat16 scale(odd);
+  if (type == RowType::q3 || type == RowType::q2) {
+    const float size = odd == 0.0f ? largest : 0.0f;
+    const float found = type == RowType::q3 ? pack_units<RowType::q3>(row, dim, size, codes, loops)
+                                            : pack_units<RowType::q2>(row, dim, size, codes, loops);
+    return odd == 0.0f ? bfloat16(found) : scale;
+  }
   if (odd == 0.0f && type == RowType::q4) {
     scale = bfloat16(fitted_scale(row, dim, largest, loops));
   } else if (odd == 0.0f) {

@@ -1,4 +1,4 @@
-"""--kv-type: keys and values of 8 and 4 bits, once they have left the window."""
+"""--kv-type: keys and values of 8 to 2 bits, once they have left the window."""
 import json
 import os
 import unittest
@@ -16,7 +16,8 @@ def evaluate(*arguments, ranks=0):
 
 def code_bytes(kv_type, head_dim):
     """Codes of a key or value, and its scale."""
-    return {"q8": head_dim, "q4": (head_dim + 1) // 2}[kv_type] + 2
+    units = (head_dim + 31) // 32
+    return {"q8": head_dim, "q4": (head_dim + 1) // 2, "q3": 12 * units, "q2": 8 * units}[kv_type] + 2
 
 
 class KvTypes(TestCase):
@@ -51,7 +52,7 @@ class KvTypes(TestCase):
                       ["--policy", "keydiff", "--evict-ratio", "0.1", "--prefill", "sparse", "--chunk", "300"]):
             for ranks in (0, 2):
                 wide = self.asked(*flags, ranks=ranks)
-                for kv_type in ("q8", "q4", "q8,q4"):
+                for kv_type in ("q8", "q4", "q8,q4", "q4,q3"):
                     with self.subTest(flags=flags, kv_type=kv_type, ranks=ranks):
                         report = self.asked(*flags, "--kv-type", kv_type, ranks=ranks)
                         self.assertEqual(report["options"]["kv_type"], kv_type)
@@ -62,20 +63,22 @@ class KvTypes(TestCase):
                             self.assertEqual(report["context"]["kept_rows"], wide["context"]["kept_rows"])
 
     def test_instruction_sets_and_ranks_agree(self):
-        def logits(**options):
-            return self.dumped(WIDE, IDS.split(), "--dtype", "f32", "--kv-type", "q8", **options)[1]
-        expected = logits()
-        self.assert_near(logits(ranks=3), expected, 0.01)
-        for level in ("baseline", "avx2", "avx512", "amx"):
-            env = {**os.environ, "KVZAP_SIMD": level}
-            if run_command([KVZAP, "--version"], env=env).code == 0:
-                self.assert_near(logits(env=env), expected, 0.01, level)
+        def logits(kv_type, **options):
+            return self.dumped(WIDE, IDS.split(), "--dtype", "f32", "--kv-type", kv_type, **options)[1]
+        for kv_type in ("q8", "q3,q2"):
+            expected = logits(kv_type)
+            self.assert_near(logits(kv_type, ranks=3), expected, 0.01)
+            for level in ("baseline", "avx2", "avx512", "amx"):
+                env = {**os.environ, "KVZAP_SIMD": level}
+                if run_command([KVZAP, "--version"], env=env).code == 0:
+                    self.assert_near(logits(kv_type, env=env), expected, 0.01, level)
+            self.assert_near(logits(kv_type, env={**os.environ, "KVZAP_KERNELS": "device"}), expected, 0.01)
 
     def test_plan_counts_quantised_rows(self):
         flags = ["-m", MODEL, "--dry-run", "-c", "4000", "--policy", "snapkv", "--evict-ratio", "0.75", "--json", "-", "-q"]
-        plans = {kv: json.loads(self.succeed(*flags, *(["--kv-type", kv] if kv else [])).out) for kv in ("", "q8", "q4")}
+        plans = {kv: json.loads(self.succeed(*flags, *(["--kv-type", kv] if kv else [])).out) for kv in ("", "q8", "q4", "q3", "q2")}
         heads, dim = 6 * 4, 32  # a budget may evict rows of the window: the others move into pages
-        for kv_type in ("q8", "q4"):
+        for kv_type in ("q8", "q4", "q3", "q2"):
             self.assertEqual(plans[kv_type]["kv_type"], kv_type)
             self.assertEqual(plans[kv_type]["total"]["kv_kept_bytes"],
                              heads * 1000 * 2 * code_bytes(kv_type, dim))
@@ -90,7 +93,8 @@ class KvTypes(TestCase):
         name = case["context"].split("magic numbers for ")[1].split(" ")[0]
         number = case["context"].split(f"for {name} is: ")[1].split(".")[0]
         question = f"What is the special magic number for {name}?"
-        for first, then in (("q8", "bf16"), ("bf16", "q4"), ("q4", "q8"), ("q8", "q8"), ("q8,q4", "q8,q4")):
+        for first, then in (("q8", "bf16"), ("bf16", "q4"), ("q4", "q8"), ("q8", "q8"), ("q8,q4", "q8,q4"),
+                            ("q4,q3", "q4,q3")):
             with self.subTest(first=first, then=then):
                 snapshot = self.folder / f"{first}-{then}.h5"
                 run = self.succeed("-m", MODEL, "-f", file, "--question", question, "-n", "40", "--ignore-eos", "--kv-type",

@@ -197,7 +197,7 @@ class Data(TestCase):
 
         sys.path.insert(0, str(SOURCE / "drivers"))
         from plot import quantised_rows
-        for kv_type, ranks, compress in (("q8", 0, 0), ("q8,q4", 2, 0), ("q4", 0, 6)):
+        for kv_type, ranks, compress in (("q8", 0, 0), ("q8,q4", 2, 0), ("q4", 0, 6), ("q3,q2", 0, 0)):
             with self.subTest(kv_type=kv_type):
                 arguments = (*self.KVZAP, "--dtype", "f32", "--kv-type", kv_type)
                 wide, _ = self.write(*arguments, "--snapshot-dtype", "f32", ranks=ranks)

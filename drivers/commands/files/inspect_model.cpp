@@ -129,7 +129,7 @@ ordered_json config_json(const std::string& model, const ModelConfig& config) {
   const Contexts contexts(model, config);
   ordered_json& bytes = json["kv_bytes_per_token"];
   bytes["bf16"] = contexts.bytes_per_token("");
-  for (const char* type : {"q8", "q8,q4", "q4"}) {
+  for (const char* type : {"q8", "q8,q4", "q4", "q3", "q2"}) {
     // Some head sizes cannot be quantised.
     const std::string error = error_of([&] { bytes[type] = contexts.bytes_per_token(type); });
     if (!error.empty()) bytes[type] = nullptr;

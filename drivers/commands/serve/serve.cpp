@@ -529,7 +529,7 @@ void declare_serve(CLI::App& app, ServeOptions& o) {
            "(answers too, by a threshold); default: prefill with a policy, none without");
   describe("--kv-type",
            "type of keys and values that have left the window, unless a request sets it: q8 (8 "
-           "bits), q4 (4 bits), two of them for keys and values, as in q8,q4, or that of --dtype; "
+           "bits), q4, q3, q2, two of them for keys and values, as in q8,q4, or that of --dtype; "
            "default: --dtype");
   describe("--thinking", "let a Qwen3 model think before it answers, unless a request sets it");
   describe("--quiet", "print only errors and the address on standard error");

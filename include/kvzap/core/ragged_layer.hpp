@@ -47,7 +47,7 @@ struct RaggedLayer {
   KOKKOS_INLINE_FUNCTION const Value* ring_of(std::int64_t head) const {
     return reinterpret_cast<const Value*>(&ring(head, 0));
   }
-  /// Returns whether a head's row, counted over its pages and its ring, has 8 or 4 bits.
+  /// Returns whether a head's row, counted over its pages and its ring, is quantised.
   KOKKOS_INLINE_FUNCTION bool is_packed(std::int64_t head, std::int64_t row) const {
     return format.keys != RowType::wide && row < retained(head);
   }
@@ -131,7 +131,7 @@ struct HeadRows {
 
   KOKKOS_INLINE_FUNCTION std::int64_t rows() const { return layer.rows(head) + fresh.rows; }
   /// Returns the run of rows that begins at `row` and ends at `end` at the latest; it is empty if
-  /// there are none. Rows of 8 or 4 bits (RaggedLayer::is_packed) have no run.
+  /// there are none. Quantised rows (RaggedLayer::is_packed) have no run.
   KOKKOS_INLINE_FUNCTION RowRun<Value> run(std::int64_t row, std::int64_t end) const {
     const HeadExtents cached = HeadExtents::of(layer, head, order);
     const std::int64_t last = cached.rows() + fresh.rows;

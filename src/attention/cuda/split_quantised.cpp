@@ -25,6 +25,9 @@ bool attend_typed(const ExecutionSpace& exec, const SplitSpans& spans, std::int6
 bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
                             const CachedLayer& cached, const AttentionCall& call) {
   constexpr RowType q8 = RowType::q8, q4 = RowType::q4;
+  for (const RowType type : {cached.format.keys, cached.format.values}) {
+    if (type != q8 && type != q4) return false;  // the portable kernel attends rows of 3 and 2 bits
+  }
   if (cached.format.keys == q8 && cached.format.values == q8) {
     return attend_typed<q8, q8>(exec, spans, parts, cached, call);
   }

@@ -147,8 +147,8 @@ struct PartScratch {
   }
 };
 
-/// One part per team. Rows: WideRows or QuantisedCodes. G: query heads at once. Sums of quantised
-/// parts remain rotated.
+/// One part per team. Rows: WideRows, QuantisedCodes or AnyQuantisedCodes. G: query heads at once.
+/// Sums of quantised parts remain rotated.
 template <class Rows, int G>
 struct AttendParts {
   SplitSpans spans;
@@ -211,7 +211,7 @@ struct AttendParts {
           }
           float sum = 0;
           for (int t = 0; t < threads; ++t) sum += scratch.sums[(t * G + g) * padded + i];
-          const int d = Rows::template dim_of<true>(i, dim);
+          const int d = rows.template dim_of<true>(i, dim);
           if (d < dim) partial[(first + g) * dim + d] = sum;
         });
       }
@@ -235,7 +235,7 @@ struct AttendParts {
       loops.each(dim, [&](int d) { row[d] = exists ? source[d * query_strides.dim] : 0.0f; });
       linalg::rotate_row(loops, row, dim);
       loops.each(padded, [&](int i) {
-        const int d = Rows::template dim_of<false>(i, dim);
+        const int d = rows.template dim_of<false>(i, dim);
         target[i] = d < dim ? row[d] : 0.0f;
       });
     } else {
@@ -277,8 +277,8 @@ struct AttendParts {
       for (int v = item % row_lanes; v < vectors; v += row_lanes) {
         float key[rows_at_once][width];
         for (int i = 0; i < rows_at_once; ++i) {
-          Rows::template load<whole, false>(rows_of_item[i], scratch.notes[numbers[i]], v,
-                                            spans.dim, key[i]);
+          rows.template load<whole, false>(rows_of_item[i], scratch.notes[numbers[i]], v, spans.dim,
+                                           key[i]);
         }
         for (int g = 0; g < G; ++g) {
           float query[width];
@@ -361,8 +361,7 @@ struct AttendParts {
         }
         const auto add = [&](int r) {
           float value[width];
-          Rows::template load<whole, true>(scratch.values[r], scratch.notes[r], v, spans.dim,
-                                           value);
+          rows.template load<whole, true>(scratch.values[r], scratch.notes[r], v, spans.dim, value);
           for (int g = 0; g < G; ++g) {
             const float weight = g < own ? scratch.scores[g * split_block_rows + r] : 0.0f;
             for (int e = 0; e < width; ++e) sums[g][e] += weight * value[e];

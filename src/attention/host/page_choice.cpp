@@ -110,7 +110,7 @@ void PageChoice::choose(std::int64_t i, const AttentionCall& call) {
   m_retained[i] = head.read * layer.page_rows + rest;
 }
 
-// Writes the bounds of a head's full pages. Rows of 8 or 4 bits are rotated, and so are the queries
+// Writes the bounds of a head's full pages. Quantised rows are rotated, and so are the queries
 // then. queries: queries_size floats.
 void PageChoice::score(const Head& head, const AttentionCall& call, float* queries,
                        float* scores) const {

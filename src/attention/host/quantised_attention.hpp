@@ -1,5 +1,5 @@
 // Decode attention over quantised rows on the host: the softmax of a group of query heads over rows
-// of 8 or 4 bits of their KV head, in one pass over the rows.
+// of 8 to 2 bits of their KV head, in one pass over the rows.
 #pragma once
 
 #include <kvzap/core/quantised_rows.hpp>

@@ -8,6 +8,7 @@
 
 #include "base/byte_products.hpp"
 #include "base/simd.hpp"
+#include "linalg/pack_row.hpp"
 #if KVZAP_X86
 #include <immintrin.h>
 #endif
@@ -29,15 +30,22 @@ void score_plainly(const QuantisedRows& keys, std::int64_t first, int rows,
                    const QuantisedQueries& queries, float* scores, int stride) {
   const int dim = keys.dim;
   const int width = packed_width(keys.type, dim);
+  constexpr int most = 8;  // queries that share the reading of a level
   for (int r = 0; r < rows; ++r) {
     const float scale = keys.scales[first + r];
-    for (int q = 0; q < queries.count; ++q) {
-      std::int32_t sum = 0;
+    for (int begin = 0; begin < queries.count; begin += most) {
+      const int count = std::min(most, queries.count - begin);
+      const std::int16_t* const numbers = queries.numbers + begin * width;
+      std::int32_t sums[most] = {};
       for (int d = 0; d < dim; ++d) {
-        sum += keys.level_at(first + r, d) *
-               queries.numbers[q * width + query_place(keys.type, dim, d)];
+        const int level = keys.level_at(first + r, d);
+        const int place = query_place(keys.type, dim, d);
+        for (int q = 0; q < count; ++q) sums[q] += level * numbers[q * width + place];
       }
-      scores[q * stride + r] = static_cast<float>(sum) * (scale * queries.scales[q]);
+      for (int q = 0; q < count; ++q) {
+        scores[(begin + q) * stride + r] =
+            static_cast<float>(sums[q]) * (scale * queries.scales[begin + q]);
+      }
     }
   }
 }
@@ -84,31 +92,86 @@ class Prefetch {
   int m_lines = 0;
 };
 
-// What the bytes of codes hold: levels, or numbers of levels in their lower or upper halves.
-enum class Codes { levels, lower, upper };
+// What the codes of a part of a row are: levels, numbers of levels in the lower or the upper halves
+// of bytes, or units of 32 dimensions of 3 or 2 bits.
+enum class Codes { levels, lower, upper, threes, twos };
 
-// Returns the 16 levels of q4 with level_offset added.
-KVZAP_INLINE_HERE __m128i offset_table() {
-  return _mm_setr_epi8(1, 32, 53, 70, 84, 97, 110, 122, static_cast<char>(134),
-                       static_cast<char>(146), static_cast<char>(159), static_cast<char>(172),
-                       static_cast<char>(186), static_cast<char>(203), static_cast<char>(224),
-                       static_cast<char>(255));
+// Returns the part of a row that has its first dimensions.
+constexpr Codes first_part(RowType type) {
+  return type == RowType::q8   ? Codes::levels
+         : type == RowType::q4 ? Codes::lower
+         : type == RowType::q3 ? Codes::threes
+                               : Codes::twos;
 }
 
-// Returns 32 levels with level_offset added.
-template <Codes part>
-KVZAP_INLINE_HERE __m256i offset_levels(__m256i codes) {
-  if constexpr (part == Codes::levels) {
-    return codes;
-  } else {
-    const __m256i numbers = part == Codes::upper ? _mm256_srli_epi16(codes, 4) : codes;
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(offset_table()),
-                               _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
+struct LevelTable {
+  alignas(16) std::uint8_t levels[32];
+};
+
+// Returns the levels of a type by their numbers, with level_offset added.
+constexpr LevelTable level_table(RowType type) {
+  LevelTable table{};
+  const int count = type == RowType::q4 ? 16 : RowTrellis::of(type).count();
+  for (int n = 0; n < count; ++n) {
+    const int level = type == RowType::q4 ? QuantisedRows::level(n) : RowTrellis::of(type).level(n);
+    table.levels[n] = static_cast<std::uint8_t>(level + level_offset);
   }
+  return table;
+}
+template <RowType type>
+constexpr LevelTable table_of = level_table(type);
+
+// Returns the levels of numbers from `first` on.
+template <RowType type, int first = 0>
+KVZAP_INLINE_HERE __m128i offset_table() {
+  return _mm_load_si128(reinterpret_cast<const __m128i*>(table_of<type>.levels + first));
 }
 
 KVZAP_INLINE_HERE __m256i load_codes(const std::uint8_t* codes) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+}
+
+// Returns the first bytes of a unit of codes of 2 or 3 bits in all its 64-bit lanes.
+KVZAP_INLINE_HERE __m256i load_lower_bits(const std::uint8_t* unit) {
+  std::int64_t bits = 0;
+  std::memcpy(&bits, unit, sizeof(bits));
+  return _mm256_set1_epi64x(bits);
+}
+
+// Returns the levels of a unit of codes of 2 or 3 bits.
+template <RowType type>
+KVZAP_INLINE_HERE __m256i unit_levels(const std::uint8_t* unit) {
+  const __m256i shifted = _mm256_srlv_epi64(load_lower_bits(unit), _mm256_setr_epi64x(0, 2, 4, 6));
+  const __m256i numbers = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
+  const __m256i levels =
+      _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(offset_table<type>()), numbers);
+  if constexpr (type == RowType::q2) return levels;
+  std::int32_t third = 0;
+  std::memcpy(&third, unit + 8, sizeof(third));
+  const __m256i places =
+      _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(third), places);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<std::int64_t>(0x8040201008040201u));
+  const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
+  const __m256i others =
+      _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(offset_table<type, 16>()), numbers);
+  return _mm256_blendv_epi8(levels, others, is_set);
+}
+
+// Returns 32 levels of a part of a row, from place `at` on, with level_offset added.
+template <Codes part>
+KVZAP_INLINE_HERE __m256i offset_levels(const std::uint8_t* codes, int at) {
+  if constexpr (part == Codes::levels) {
+    return load_codes(codes + at);
+  } else if constexpr (part == Codes::twos || part == Codes::threes) {
+    constexpr RowType type = part == Codes::twos ? RowType::q2 : RowType::q3;
+    return unit_levels<type>(codes + at / 32 * QuantisedRows::unit_bytes(type));
+  } else {
+    const __m256i own = load_codes(codes + at);
+    const __m256i numbers = part == Codes::upper ? _mm256_srli_epi16(own, 4) : own;
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(offset_table<RowType::q4>()),
+                               _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
+  }
 }
 
 // sum += addend. GCC 12 would put some sums into other registers, and run out of them: on a core of
@@ -129,7 +192,7 @@ KVZAP_INLINE_HERE __m256i add_lanes(const __m256i* v) {
 
 // Multiplies 32 levels of each of `unit` rows with 32 numbers of G queries. sums: (query, row).
 template <int G, int unit, Codes part>
-KVZAP_INLINE_HERE void multiply(const std::uint8_t* const* rows, std::int64_t at,
+KVZAP_INLINE_HERE void multiply(const std::uint8_t* const* rows, int at,
                                 const std::int16_t* numbers, int width, __m256i* sums) {
   __m256i low[G], high[G];
 #pragma GCC unroll 4
@@ -139,7 +202,7 @@ KVZAP_INLINE_HERE void multiply(const std::uint8_t* const* rows, std::int64_t at
   }
 #pragma GCC unroll 8
   for (int i = 0; i < unit; ++i) {
-    const __m256i levels = offset_levels<part>(load_codes(rows[i] + at));
+    const __m256i levels = offset_levels<part>(rows[i], at);
     const __m256i first = _mm256_unpacklo_epi8(levels, _mm256_setzero_si256());
     const __m256i second = _mm256_unpackhi_epi8(levels, _mm256_setzero_si256());
 #pragma GCC unroll 4
@@ -197,15 +260,14 @@ struct SomeRows {
 
 // Products of G queries as whole numbers, a unit of rows at a time; `scores` has space for whole
 // eights of rows.
-template <int G, bool by_nibbles>
+template <int G, RowType type>
 KVZAP_TARGET_AVX2 void score_avx2(const SomeRows& some, const QuantisedQueries& queries,
                                   float* scores, int stride, const AheadBytes& ahead) {
   const QuantisedRows& keys = some.all;
   const int rows = some.count;
   constexpr int unit = rows_of_unit<G>;
-  const RowType type = by_nibbles ? RowType::q4 : RowType::q8;
   const int width = packed_width(type, keys.dim);
-  const int part = by_nibbles ? width / 2 : width;
+  const int part = type == RowType::q4 ? width / 2 : width;
   const std::int64_t bytes = QuantisedRows::code_bytes(type, keys.dim);
   // Sums begin with what levels have too much.
   __m256i begin[G];
@@ -227,11 +289,9 @@ KVZAP_TARGET_AVX2 void score_avx2(const SomeRows& some, const QuantisedQueries& 
     }
     for (int j = 0; j < part; j += 32) {
       const std::int16_t* const numbers = queries.numbers + j;
-      if constexpr (by_nibbles) {
-        multiply<G, unit, Codes::lower>(row, j, numbers, width, sums);
+      multiply<G, unit, first_part(type)>(row, j, numbers, width, sums);
+      if constexpr (type == RowType::q4) {
         multiply<G, unit, Codes::upper>(row, j, numbers + part, width, sums);
-      } else {
-        multiply<G, unit, Codes::levels>(row, j, numbers, width, sums);
       }
     }
     store_products<G>(add_lanes(sums), scores + r, stride);
@@ -267,21 +327,23 @@ struct RoundedWeights {
   }
 };
 
-// Adds weighted levels of 32 dims, or of 16 of them: of `halves` halves from `first_half` on. A
-// half has the dims of the unpacked lower, or upper, halves of lanes.
+// Adds weighted levels of 32 dims from place `at` on, or of 16 of them: of `halves` halves from
+// `first_half` on. A half has the dims of the unpacked lower, or upper, halves of lanes.
 template <int G, Codes part, int first_half, int halves>
-KVZAP_INLINE_HERE Prefetch accumulate(const std::uint8_t* codes, std::int64_t bytes, int rows,
+KVZAP_INLINE_HERE Prefetch accumulate(RowSpan<const std::uint8_t> rows, int at,
                                       const RoundedWeights<G>& weights, float* sums, int width,
                                       Prefetch prefetch) {
+  const auto count = static_cast<int>(rows.count);
+  const std::uint8_t* codes = rows.data;
   constexpr int vectors = 2 * halves;
   __m256i sum[vectors * G];
 #pragma GCC unroll 12
   for (int e = 0; e < vectors * G; ++e) sum[e] = _mm256_setzero_si256();
-  for (int r = 0; r < rows; r += 2, codes += 2 * bytes) {
+  for (int r = 0; r < count; r += 2, codes += 2 * rows.stride) {
     prefetch.step();
-    const std::int64_t to_second = r + 1 < rows ? bytes : 0;  // a missing row weighs 0
-    const __m256i a = offset_levels<part>(load_codes(codes));
-    const __m256i b = offset_levels<part>(load_codes(codes + to_second));
+    const std::int64_t to_second = r + 1 < count ? rows.stride : 0;  // a missing row weighs 0
+    const __m256i a = offset_levels<part>(codes, at);
+    const __m256i b = offset_levels<part>(codes + to_second, at);
     __m256i pairs[vectors];
 #pragma GCC unroll 2
     for (int h = 0; h < halves; ++h) {
@@ -323,17 +385,12 @@ KVZAP_TARGET_AVX2 void accumulate_avx2(RowSpan<const std::uint8_t> codes,
   Prefetch prefetch = Prefetch::of(ahead, passes * (dims / 32) * ((rows + 1) / 2));
   for (int j = 0; j < dims; j += 32) {
     const auto add = [&](auto half) KVZAP_TARGET_AVX2 {
-      prefetch = accumulate<G, part, decltype(half)::value, 2 / passes>(
-          codes.data + j, codes.stride, rows, weights, sums + j, width, prefetch);
+      prefetch = accumulate<G, part, decltype(half)::value, 2 / passes>(codes, j, weights, sums + j,
+                                                                        width, prefetch);
     };
     add(std::integral_constant<int, 0>());
     if constexpr (passes == 2) add(std::integral_constant<int, 1>());
   }
-}
-
-// Returns 16 levels with level_offset added, of numbers in the lower halves of bytes.
-KVZAP_INLINE_HERE __m128i offset_levels_of(__m128i numbers) {
-  return _mm_shuffle_epi8(offset_table(), _mm_and_si128(numbers, _mm_set1_epi8(15)));
 }
 
 // Writes the first `count` of 16 levels times `scale`. The levels have level_offset added.
@@ -348,19 +405,28 @@ KVZAP_INLINE_HERE void store_levels(__m128i offset, __m256 scale, int count, flo
   if (count < 16) std::copy_n(values, count, target);
 }
 
+// Writes `count` dims of a part of a row times `scale`.
+template <Codes part>
+KVZAP_INLINE_HERE void widen_part(const std::uint8_t* codes, __m256 scale, int count,
+                                  float* target) {
+  for (int j = 0; j < count; j += 32) {
+    const __m256i levels = offset_levels<part>(codes, j);
+    store_levels(_mm256_castsi256_si128(levels), scale, count - j, target + j);
+    if (count - j > 16) {
+      store_levels(_mm256_extracti128_si256(levels, 1), scale, count - j - 16, target + j + 16);
+    }
+  }
+}
+
+template <RowType type>
 KVZAP_TARGET_AVX2 void widen_avx2(const QuantisedRows& rows, std::int64_t row, float* target) {
   const int dim = rows.dim;
-  const std::uint8_t* const codes = rows.codes + row * QuantisedRows::code_bytes(rows.type, dim);
+  const std::uint8_t* const codes = rows.codes + row * QuantisedRows::code_bytes(type, dim);
   const __m256 scale = _mm256_set1_ps(rows.scales[row]);
-  const bool by_nibbles = rows.type == RowType::q4;
-  const int part = by_nibbles ? (dim + 1) / 2 : dim;
-  for (int j = 0; j < part; j += 16) {
-    const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + j));
-    store_levels(by_nibbles ? offset_levels_of(own) : own, scale, part - j, target + j);
-    if (by_nibbles && part + j < dim) {
-      store_levels(offset_levels_of(_mm_srli_epi16(own, 4)), scale, dim - part - j,
-                   target + part + j);
-    }
+  const int part = type == RowType::q4 ? (dim + 1) / 2 : dim;
+  widen_part<first_part(type)>(codes, scale, part, target);
+  if constexpr (type == RowType::q4) {
+    widen_part<Codes::upper>(codes, scale, dim - part, target + part);
   }
 }
 
@@ -375,11 +441,11 @@ KVZAP_TARGET_AVX2 void score_block(const SomeRows& keys, const QuantisedQueries&
   const int width = packed_width(keys.all.type, keys.all.dim);
   const QuantisedQueries some{queries.numbers + std::int64_t{from} * width, queries.sums + from,
                               queries.scales + from, G};
-  const bool is_q4 = keys.all.type == RowType::q4;
-  const auto kernel = has_vnni() ? (is_q4 ? score_avx512<G, true> : score_avx512<G, false>)
-                                 : (is_q4 ? score_avx2<G, true> : score_avx2<G, false>);
   scores += std::int64_t{from} * stride;
-  kernel(keys, some, scores, stride, ahead);
+  with_row_type(keys.all.type, [&](auto type) {
+    const auto kernel = has_vnni() ? score_avx512<G, type()> : score_avx2<G, type()>;
+    kernel(keys, some, scores, stride, ahead);
+  });
   for (int q = 0; q < G; ++q) {
     scale_products(keys.scales, some.scales[q], keys.count, scores + std::int64_t{q} * stride);
   }
@@ -442,19 +508,19 @@ void accumulate_block(const QuantisedRows& values, std::int64_t first, int rows,
   const int width = packed_width(values.type, values.dim);
   const std::int64_t bytes = QuantisedRows::code_bytes(values.type, values.dim);
   const RowSpan<const std::uint8_t> codes{values.codes + first * bytes, bytes, rows};
-  if (has_vnni()) {
-    const auto kernel =
-        values.type == RowType::q4 ? accumulate_avx512<G, true> : accumulate_avx512<G, false>;
-    return kernel(codes, rounded, sums, width, ahead);
-  }
-  if (values.type == RowType::q8) {
-    return accumulate_avx2<G, Codes::levels>(codes, rounded, sums, width, width, ahead);
-  }
-  const int part = width / 2;
-  const std::int64_t half = ahead.bytes / 2;
-  accumulate_avx2<G, Codes::lower>(codes, rounded, sums, width, part, {ahead.begin, half});
-  accumulate_avx2<G, Codes::upper>(codes, rounded, sums + part, width, part,
-                                   {ahead.begin + half, ahead.bytes - half});
+  with_row_type(values.type, [&](auto type) {
+    if (has_vnni()) return accumulate_avx512<G, type()>(codes, rounded, sums, width, ahead);
+    constexpr Codes first = first_part(type());
+    if constexpr (type() != RowType::q4) {
+      return accumulate_avx2<G, first>(codes, rounded, sums, width, width, ahead);
+    } else {
+      const int part = width / 2;
+      const std::int64_t half = ahead.bytes / 2;
+      accumulate_avx2<G, first>(codes, rounded, sums, width, part, {ahead.begin, half});
+      accumulate_avx2<G, Codes::upper>(codes, rounded, sums + part, width, part,
+                                       {ahead.begin + half, ahead.bytes - half});
+    }
+  });
 }
 
 /// Calls work(G, first query) for blocks of 4 queries and a block of the others.
@@ -473,7 +539,9 @@ void for_blocks(int queries, const Work& work) {
 
 void widen_quantised_row(const QuantisedRows& rows, std::int64_t row, float* target) {
 #if KVZAP_X86
-  if (base::machine().has(base::SimdLevel::avx2)) return widen_avx2(rows, row, target);
+  if (base::machine().has(base::SimdLevel::avx2)) {
+    return with_row_type(rows.type, [&](auto type) { widen_avx2<type()>(rows, row, target); });
+  }
 #endif
   const float scale = rows.scales[row];
   for (int d = 0; d < rows.dim; ++d) {

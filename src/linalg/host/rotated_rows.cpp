@@ -132,13 +132,18 @@ KVZAP_BODY float inverse_scale(bfloat16 scale) {
   return used > least_scale ? 1.0f / used : 0.0f;
 }
 
-KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8_t* codes,
-                            bfloat16* scale) {
+// Returns the root mean square of a row with this largest size.
+KVZAP_BODY float rms_of(const float* row, int dim, float largest) {
   const float by = largest > least_scale ? 1.0f / largest : 0.0f;
   float squares = 0;
 #pragma omp simd reduction(+ : squares)
   for (int d = 0; d < dim; ++d) squares += row[d] * by * (row[d] * by);
-  const float middle = largest * std::sqrt(squares / static_cast<float>(dim)) / rms_level;
+  return largest * std::sqrt(squares / static_cast<float>(dim));
+}
+
+KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8_t* codes,
+                            bfloat16* scale) {
+  const float middle = rms_of(row, dim, largest) / rms_level;
   float found = middle, best = 0;
   for (int c = 0; c < scale_candidates && middle > least_scale; ++c) {
     const float tried = middle * candidate_factor(c);
@@ -169,6 +174,21 @@ KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8
   }
 }
 
+template <RowType type>
+KVZAP_BODY void pack_by_units(const float* row, int dim, float largest, std::uint8_t* codes,
+                              bfloat16* scale) {
+  constexpr int unit_dims = QuantisedRows::unit_dims;
+  const float middle = rms_of(row, dim, largest) / RowTrellis::of(type).rms;
+  *scale = bfloat16(pack_by_trellis(middle, [&](float inverse) {
+    LevelProducts products;
+    for (int d = 0; d < dim; d += unit_dims) {
+      products += assign_unit<type>([&](int i) { return row[d + i] * inverse; }, dim - d,
+                                    codes + d / unit_dims * QuantisedRows::unit_bytes(type));
+    }
+    return products;
+  }));
+}
+
 KVZAP_BODY void pack_rotated_body(RowType type, const float* row, int dim, std::uint8_t* codes,
                                   bfloat16* scale) {
   const float largest = largest_size(row, dim);
@@ -176,6 +196,10 @@ KVZAP_BODY void pack_rotated_body(RowType type, const float* row, int dim, std::
     std::fill_n(codes, QuantisedRows::code_bytes(type, dim),
                 static_cast<std::uint8_t>(type == RowType::q4 ? 0x88 : 128));
     *scale = bfloat16(std::numeric_limits<float>::quiet_NaN());
+  } else if (type == RowType::q2) {
+    pack_by_units<RowType::q2>(row, dim, largest, codes, scale);
+  } else if (type == RowType::q3) {
+    pack_by_units<RowType::q3>(row, dim, largest, codes, scale);
   } else if (type == RowType::q4) {
     pack_levels(row, dim, largest, codes, scale);
   } else {

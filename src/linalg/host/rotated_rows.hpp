@@ -1,4 +1,4 @@
-// Packs rows into 8 or 4 bits for each dimension, and unpacks them, on the host.
+// Packs rows into 8, 4, 3 or 2 bits for each dimension, and unpacks them, on the host.
 #pragma once
 
 #include <kvzap/core/quantised_rows.hpp>
@@ -26,7 +26,8 @@ void rotate_row_back(float* row, int dim);
 /// Rotates a row in place, and writes its codes and its scale. For q8 the scale is the largest
 /// |value| / 127, rounded up to bfloat16, so no value is off by more than half a scale. (Below
 /// 1e-37 all codes are 128.) For q4 it is the best of eight by squared error, each fitted to the
-/// levels that it assigns. A row with a value that is not finite gets the scale NaN.
+/// levels that it assigns, for q3 and q2 the best of two. A row with a value that is not finite
+/// gets the scale NaN.
 void pack_row(RowType type, float* row, int dim, std::uint8_t* codes, bfloat16* scale);
 
 /// Writes row `row` of a page, rotated back, to target (dim). `rotated`: leaves it rotated.

@@ -1,4 +1,4 @@
-// Attention and its mass over pages with rows of 8 and 4 bits.
+// Attention and its mass over pages with rows of 8 to 2 bits.
 #include <gtest/gtest.h>
 
 #include <kvzap/core/attention_mass.hpp>
@@ -18,10 +18,10 @@ using kvzap::PageFormat;
 using kvzap::RowType;
 using namespace kvzap::test::attention;
 
-constexpr PageFormat formats[] = {{RowType::q8, RowType::q8},
-                                  {RowType::q4, RowType::q4},
-                                  {RowType::q8, RowType::q4},
-                                  {RowType::q4, RowType::q8}};
+constexpr PageFormat formats[] = {{RowType::q8, RowType::q8}, {RowType::q4, RowType::q4},
+                                  {RowType::q8, RowType::q4}, {RowType::q4, RowType::q8},
+                                  {RowType::q3, RowType::q3}, {RowType::q2, RowType::q2},
+                                  {RowType::q4, RowType::q3}, {RowType::q2, RowType::q8}};
 
 constexpr AttentionPath paths[] = {AttentionPath::automatic, AttentionPath::flash_prefill,
                                    AttentionPath::panels, AttentionPath::portable};
@@ -102,7 +102,8 @@ TYPED_TEST(QuantisedAttention, AgreesWithDoublePrecision) {
   int i = 0;
   for (const int group : {1, 2, 3, 5, 8, 16}) {
     this->check(dims[i], group, pages[i % 3], mixed(), formats[i % 4], 300 + i);
-    if (i < 3) this->check(dims[i], group, pages[i], mixed(), formats[i + 1], 400 + i);
+    this->check(dims[i], group, pages[i % 3], mixed(), formats[i % 4 + 4], 400 + i);
+    if (i < 3) this->check(dims[i], group, pages[i], mixed(), formats[i + 1], 500 + i);
     ++i;
   }
 }
@@ -115,7 +116,7 @@ TYPED_TEST(QuantisedAttention, DecodeOfDevicesAgreesWithDoublePrecision) {
   const int dims[] = {128, 33, 80, 64, 96, 256};
   int i = 0;
   for (const int group : {1, 2, 3, 5, 8, 16}) {
-    for (const int f : {i % 4, (i + 1) % 4}) {
+    for (const int f : {i % 4, (i + 1) % 4, i % 4 + 4}) {
       Batch<TypeParam> batch(dims[i], group, 8, i % 2 == 0 ? 7 : 64, singles, 700 + i,
                              Arrangement::right, formats[f]);
       batch.solve();
@@ -182,7 +183,7 @@ TYPED_TEST(QuantisedAttention, MassAgreesWithDoublePrecision) {
 TYPED_TEST(QuantisedAttention, NonFiniteRowsReachTheQueriesThatSeeThem) {
   using Value = typename TestFixture::Value;
   for (const bool in_value : {false, true}) {
-    for (const PageFormat& format : {formats[0], formats[1]}) {
+    for (const PageFormat& format : {formats[0], formats[1], formats[4], formats[5]}) {
       Batch<Value> batch(16, 2, 4, 4, {{{0, 0}, 0, 1, 1}, {{0, 0}, 0, 9, 9}}, 7, Arrangement::right,
                          format);
       Array<Value> keys(12, 2, 16, Arrangement::right), values(12, 2, 16, Arrangement::right);

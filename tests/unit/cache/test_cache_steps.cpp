@@ -74,9 +74,11 @@ struct Pair {
 float frequency(int j) { return j == 0 ? 1.0f : 0.03f / static_cast<float>(j); }
 
 /// What rows of five contents or fewer may be off by, quantised up to three times: half a scale for
-/// each dimension, of a norm of up to 560, with 8 bits; less than a third of that norm with 4 bits.
+/// each dimension, of a norm of up to 560, with 8 bits; less than a third of that norm with 4 bits;
+/// most of it with 3 bits, and all of it with 2.
 float packing_error(RowType type) {
-  return type == RowType::wide ? 0.0f : type == RowType::q8 ? 15.0f : 180.0f;
+  constexpr float by_type[] = {0, 15, 180, 400, 560};  // wide, q8, q4, q3, q2
+  return by_type[static_cast<int>(type)];
 }
 
 /// A pair's key after all that compact_positions did to it.
@@ -885,7 +887,10 @@ TYPED_TEST(CacheSteps, RandomOperationsAgreeWithAModel) {
       {{2, 0, 1}, 4, 3, 2, {}, {}, {RowType::wide, RowType::wide, true}},
       {{1, 2, 2}, 5, 5, 4, {{6, true}, {}, {}}, {}, {RowType::wide, RowType::wide, true}},
       {{3}, 4, 2, 1, {}, {}, {RowType::q8, RowType::q8, true}},
-      {{1, 2}, 5, 5, 4, {}, {}, {RowType::q4, RowType::q4, true}}};
+      {{1, 2}, 5, 5, 4, {}, {}, {RowType::q4, RowType::q4, true}},
+      {{2, 0, 1}, 4, 3, 2, {}, {}, {RowType::q3, RowType::q2}},
+      {{1, 2}, 5, 5, 4, {}, {}, {RowType::q2, RowType::q4}},
+      {{3}, 4, 2, 1, {}, {}, {RowType::q3, RowType::q3, true}}};
   unsigned seed = 40;
   for (const CacheShape& shape : shapes) {
     World<TypeParam> world(shape, ++seed);

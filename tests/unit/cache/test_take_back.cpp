@@ -179,6 +179,7 @@ TEST_P(TakeBack, RefusesOtherTokens) {
 INSTANTIATE_TEST_SUITE_P(Forms, TakeBack,
                          ::testing::Values(Form{"wide", {}, {}},
                                            Form{"quantised", {}, {RowType::q8, RowType::q4}},
+                                           Form{"narrow", {}, {RowType::q3, RowType::q2}},
                                            Form{"rings", {{5, false}, {}, {}, {4, true}}, {}}),
                          [](const auto& info) { return std::string(info.param.name); });
 

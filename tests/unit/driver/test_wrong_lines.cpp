@@ -600,6 +600,7 @@ TEST(ForeignFlags, DependOnTheCommand) {
                  {{"--mirostat", "2"}, {"the samplers are"}},
                  {{"--dtype", "auto"}, {"--dtype is auto", "the default is bf16"}},
                  {{"--kv-type", "q8_0"}, {"did you mean q8?"}},
+                 {{"--kv-type", "q3_K"}, {"did you mean q3?"}},
                  {{"-c", "0"}, {"-c is 0; expected at least 1; without it: the model's"}},
                  {{"-t", "-1"}, {"--threads is -1; expected 1 to 4096; without it"}},
                  {{"--top-k", "-1"}, {"--top-k is -1; expected 0 or more; 0: all tokens"}}});

@@ -183,6 +183,7 @@ inline std::vector<SnapshotQueries> story_queries(const Story& story,
 
 constexpr PageFormat q8_and_q4{RowType::q8, RowType::q4};
 constexpr PageFormat only_q4{RowType::q4, RowType::q4};
+constexpr PageFormat q3_and_q2{RowType::q3, RowType::q2};
 
 inline SnapshotInfo story_info(const Story& story) {
   SnapshotInfo info;

@@ -150,6 +150,7 @@ TYPED_TEST(SnapshotRoundTrip, AcrossRanksAndPages) { this->run(); }
 TYPED_TEST(SnapshotRoundTrip, QuantisedRows) {
   this->run(test::q8_and_q4);
   if (!test::watched) this->run(test::only_q4);
+  this->run(test::q3_and_q2);
 }
 
 // Rows that kernels read and write, as on devices.
@@ -188,7 +189,7 @@ TEST(SnapshotReading, OtherFormats) {
   const PageFormat wide;
   for (const auto& [from, to] :
        {std::pair(test::q8_and_q4, wide), std::pair(wide, test::only_q4),
-        std::pair(test::q8_and_q4, test::only_q4), std::pair(test::only_q4, test::q8_and_q4)}) {
+        std::pair(test::q8_and_q4, test::only_q4), std::pair(test::only_q4, test::q3_and_q2)}) {
     SCOPED_TRACE(name_of(from, DType::f32) + " to " + name_of(to, DType::f32));
     const auto told = tell<float>(story, partition, comm.rank(), from);
     // With a type for the file, rows are stored in that type.

@@ -155,32 +155,28 @@ KOKKOS_FORCEINLINE_FUNCTION LevelProducts assign_unit(const Value& value, int di
     const int i = QuantisedRows::dim_of_place(place);
     const float x = i < dims ? value(i) : 0.0f;
     const float counted = i < dims ? 1.0f : 0.0f;
-    float error[16];
-    int third[16];
-    for (int n = 0; n < 16; ++n) {
-      const float off = (x - levels[n]) * counted;
-      error[n] = off * off;
-      third[n] = 0;
-      if constexpr (type == RowType::q3) {
-        const float other = (x - levels[16 + n]) * counted;
-        third[n] = other * other < error[n] ? 4 : 0;
-        error[n] = other * other < error[n] ? other * other : error[n];
+    // The lowest three bits of an error are replaced by the choice: floats of one sign ascend as
+    // their bits do.
+    std::uint32_t best[4] = {~0u, ~0u, ~0u, ~0u};
+    for (std::uint32_t next = 0; next < 4; ++next) {
+      for (int own = 0; own < 4; ++own) {
+        const float off = (x - levels[4 * next + own]) * counted;
+        float error = off * off;
+        std::uint32_t choice = next;
+        if constexpr (type == RowType::q3) {
+          const float other = (x - levels[16 + 4 * next + own]) * counted;
+          choice = other * other < error ? next | 4u : next;
+          error = other * other < error ? other * other : error;
+        }
+        const std::uint32_t sum = (base::float_bits(error + least[next]) & ~7u) | choice;
+        best[own] = sum < best[own] ? sum : best[own];
       }
     }
-    float before[4];
-    int chosen = 0;
+    std::uint32_t chosen = 0;
     for (int own = 0; own < 4; ++own) {
-      float best = error[own] + least[0];
-      int choice = third[own];
-      for (int next = 1; next < 4; ++next) {
-        const float sum = error[4 * next + own] + least[next];
-        choice = sum < best ? next | third[4 * next + own] : choice;
-        best = sum < best ? sum : best;
-      }
-      before[own] = best;
-      chosen |= choice << (4 * own);
+      least[own] = base::bits_float(best[own]);
+      chosen |= (best[own] & 7u) << (4 * own);
     }
-    for (int own = 0; own < 4; ++own) least[own] = before[own];
     choices[place] = static_cast<std::uint16_t>(chosen);
   }
   int own = 0;

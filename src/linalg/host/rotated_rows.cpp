@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "base/simd.hpp"
 #include "linalg/host/quantised_row_products.hpp"
 #include "linalg/pack_row.hpp"
+#if KVZAP_X86
+#include <immintrin.h>
+#endif
 
 namespace kvzap::linalg {
 namespace {
@@ -174,12 +178,21 @@ KVZAP_BODY void pack_levels(const float* row, int dim, float largest, std::uint8
   }
 }
 
+#if KVZAP_X86
+#include "linalg/host/trellis_avx2.inc"
+#endif
+
 template <RowType type>
 KVZAP_BODY void pack_by_units(const float* row, int dim, float largest, std::uint8_t* codes,
                               bfloat16* scale) {
   constexpr int unit_dims = QuantisedRows::unit_dims;
   const float middle = rms_of(row, dim, largest) / RowTrellis::of(type).rms;
   *scale = bfloat16(pack_by_trellis(middle, [&](float inverse) {
+#if KVZAP_X86
+    if (base::machine().has(base::SimdLevel::avx2)) {
+      return assign_row_avx2<type>(row, dim, inverse, codes);
+    }
+#endif
     LevelProducts products;
     for (int d = 0; d < dim; d += unit_dims) {
       products += assign_unit<type>([&](int i) { return row[d + i] * inverse; }, dim - d,

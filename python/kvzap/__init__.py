@@ -16,14 +16,17 @@ from ._kvpress import Press, from_press, press
 from ._kvzap import PolicyLayer, Pruning, ScorePolicy
 from ._llm import LLM, Session
 from ._report import Report
+from ._samples import Sample, recall_samples
 from ._snapshot import Snapshot, open_snapshot
 from ._version import __version__
 
 if _TYPE_CHECKING:
+    from ._end_to_end import train_end_to_end
     from ._transformers import Cache
 
 __all__ = ["LLM", "Cache", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Press", "Pruning", "PruningError",
-           "Report", "ScorePolicy", "Session", "Snapshot", "evaluate", "from_press", "open_snapshot", "plot", "press"]
+           "Report", "Sample", "ScorePolicy", "Session", "Snapshot", "evaluate", "from_press", "open_snapshot", "plot", "press",
+           "recall_samples", "train_end_to_end"]
 
 
 def __getattr__(name: str) -> object:
@@ -31,4 +34,8 @@ def __getattr__(name: str) -> object:
         from ._transformers import Cache
 
         return Cache
+    if name == "train_end_to_end":  # imports torch and transformers
+        from ._end_to_end import train_end_to_end
+
+        return train_end_to_end
     raise AttributeError(f"module 'kvzap' has no attribute {name!r}")

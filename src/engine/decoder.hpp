@@ -213,6 +213,7 @@ class Decoder {
   base::LaunchGraph m_graph;
   std::vector<std::int64_t> m_graph_shape;
   std::int64_t m_repeated_steps = 0;
+  int m_refusals = 0;  // recordings that failed
   std::optional<StepBatch> m_external;  // of begin_step, until end_step
   int m_next_layer = 0;                 // of m_external
   // Sinks of the current layer of m_external.

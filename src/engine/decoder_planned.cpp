@@ -4,6 +4,12 @@
 #include "engine/decoder.hpp"
 
 namespace kvzap {
+namespace {
+
+// A backend that refuses so often is not asked again.
+constexpr int most_refusals = 3;
+
+}  // namespace
 
 // One token for each sequence, one rank, and blocks that only launch kernels.
 bool Decoder::can_plan() const {
@@ -61,7 +67,7 @@ void Decoder::run_planned() {
     m_graph_shape = std::move(shape);
   });
   if (m_step.outcome() != engine::done) return;
-  if (!is_known) {
+  if (!is_known || m_refusals >= most_refusals) {
     m_graph.clear();
     return run_layers({});
   }
@@ -70,8 +76,13 @@ void Decoder::run_planned() {
     m_step.locally([&] { recorded = m_graph.record(m_step.exec, [&] { run_layers({}); }); });
     m_cache.note_planned(false);
     m_step.pending = linalg::Matrix();
-    if (m_step.outcome() != engine::done) return m_graph.clear();
-    if (!recorded) return run_layers({});
+    if (!recorded || m_step.outcome() != engine::done) {
+      // The backend may refuse to record what it launches; an error of the step's own comes again.
+      ++m_refusals;
+      m_graph.clear();
+      m_step.forget_failure();
+      return run_layers({});
+    }
   }
   m_step.locally([&] {
     m_graph.launch(m_step.exec);

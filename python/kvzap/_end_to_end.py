@@ -16,7 +16,7 @@ from ._errors import Error
 try:
     import torch
     import transformers
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file, save
 except ImportError as error:
     raise Error(f"kvzap.train_end_to_end: {error}; expected torch and transformers: pip install 'kvzap[transformers]'") from error
 
@@ -125,16 +125,19 @@ class _Surrogate(torch.nn.Module):
             x = torch.baddbmm(self.weights[step + 1][:, None], x, self.weights[step].transpose(1, 2))
         return (x * self.scale.exp()[:, None] + self.shift[:, None]).transpose(1, 2)
 
-    def save(self, folder: pathlib.Path) -> None:
-        """Writes config.json and model.safetensors, as kvzap train does."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def folded(self) -> list[torch.Tensor]:
+        """The weights with scale and shift in the last ones."""
         weights = [weight.detach().cpu() for weight in self.weights]
         scale, shift = self.scale.detach().cpu().exp(), self.shift.detach().cpu()
-        weights[-2] = weights[-2] * scale[..., None]
-        weights[-1] = weights[-1] * scale + shift
+        return [*weights[:-2], weights[-2] * scale[..., None], weights[-1] * scale + shift]
+
+    def save(self, folder: pathlib.Path, first: list[torch.Tensor] | None = None, blend: float = 1.0) -> None:
+        """Writes config.json and model.safetensors, as kvzap train does. `first` are weights that get 1 - blend of the result."""
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = self.folded() if first is None else [torch.lerp(one, own, blend) for one, own in zip(first, self.folded())]
         tensors = {f"layers.{layer}{part}": weight[layer].to(self.dtype).contiguous()
                    for part, weight in zip(self.parts, weights) for layer in range(self.layers)}
-        save_file(tensors, folder / "model.safetensors.new", metadata={"format": "pt"})
+        (folder / "model.safetensors.new").write_bytes(save(tensors, metadata={"format": "pt"}))
         os.replace(folder / "model.safetensors.new", folder / "model.safetensors")
         _write(folder / "config.json", json.dumps(self.config, indent=2) + "\n")
 
@@ -275,6 +278,7 @@ class _Training:
         self.log: list[dict[str, Any]] = []
         self.student = _Student(model, settings["memory"])
         self.surrogate = _Surrogate(surrogate).to(self.student.device)
+        self.first = [weight.clone() for weight in self.surrogate.folded()]
         layers, kv_heads = self.surrogate.shift.shape
         text = model.config.get_text_config()
         expected = (text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
@@ -341,7 +345,7 @@ class _Training:
                 for keep in self.settings["validation_keep"]}
 
     def save(self, folder: pathlib.Path) -> None:
-        self.surrogate.save(folder)
+        self.surrogate.save(folder, self.first, self.settings["blend"])
         state = {"settings": self.settings, "step": self.step, "log": self.log, "surrogate": self.surrogate.state_dict(),
                  "optimizer": self.optimizer.state_dict()}
         torch.save(state, folder / "state.pt.new")
@@ -377,6 +381,7 @@ def _check(settings: dict[str, Any], samples: Sequence[Sample]) -> None:
                             settings["validation_keep"]),
         "gates": (settings["gates"] in ("hard", "soft"), "\"hard\" or \"soft\"", settings["gates"]),
         "learn": (settings["learn"] in ("heads", "all"), "\"heads\" or \"all\"", settings["learn"]),
+        "blend": (0 < settings["blend"] <= 1, "above 0 and at most 1", settings["blend"]),
         "temperature": (settings["temperature"] > 0, "a positive number", settings["temperature"]),
         **{name: (settings[name] >= 1, "at least 1", settings[name]) for name in ("steps", "batch", "save_every", "window")},
         **{name: (settings[name] >= 0, "at least 0", settings[name]) for name in ("sink", "head_rate", "rate", "memory")},
@@ -388,9 +393,10 @@ def _check(settings: dict[str, Any], samples: Sequence[Sample]) -> None:
 
 def train_end_to_end(model: Any, surrogate: str | os.PathLike[str], samples: Sequence[Sample], output: str | os.PathLike[str], *,
                      steps: int = 400, batch: int = 4, keep: tuple[float, float] = (0.05, 0.3), window: int = 8, sink: int = 0,
-                     gates: str = "hard", temperature: float = 1.0, learn: str = "all", head_rate: float = 0.03, rate: float = 3e-4, seed: int = 0,
-                     validation: Sequence[Sample] = (), validation_keep: Sequence[float] = (0.15, 0.1, 0.05), save_every: int = 25,
-                     memory: int = 4 << 30, progress: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+                     gates: str = "hard", temperature: float = 1.0, learn: str = "all", head_rate: float = 0.03, rate: float = 3e-4,
+                     blend: float = 1.0, seed: int = 0, validation: Sequence[Sample] = (),
+                     validation_keep: Sequence[float] = (0.15, 0.1, 0.05), save_every: int = 25, memory: int = 4 << 30,
+                     progress: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
     """Trains a surrogate so that the model answers from its pruned cache as from the full one.
 
         samples = kvzap.recall_samples(tokenizer, texts, 200)
@@ -412,6 +418,7 @@ def train_end_to_end(model: Any, surrogate: str | os.PathLike[str], samples: Seq
     temperature: of gates, in units of log scores
     learn: "heads": of each KV head a factor and a shift of its scores, which are budgets of heads; "all": all weights, too
     head_rate, rate: peak learning rates of the heads' numbers and of all weights
+    blend: share of the learned weights in the output's, whose rest is `surrogate`'s (2109.01903); validation sees the learned ones
     validation, validation_keep: samples on which the log has the divergence under the eviction itself, for these kept shares
     save_every: steps between two saves and validations
     memory: bytes for what the samples' contexts leave; the model reads other contexts again at each use
@@ -427,7 +434,7 @@ def train_end_to_end(model: Any, surrogate: str | os.PathLike[str], samples: Seq
     """
     samples, validation = list(samples), list(validation)
     settings = {"steps": steps, "batch": batch, "keep": [float(share) for share in keep], "window": window, "sink": sink,
-                "gates": gates, "learn": learn, "head_rate": head_rate, "rate": rate, "temperature": temperature, "seed": seed, "memory": memory,
+                "gates": gates, "learn": learn, "head_rate": head_rate, "rate": rate, "blend": blend, "temperature": temperature, "seed": seed, "memory": memory,
                 "save_every": save_every, "samples": len(samples), "samples_digest": _digest(samples),
                 "validation_samples": len(validation), "validation_keep": [float(share) for share in validation_keep]}
     _check(settings, samples)

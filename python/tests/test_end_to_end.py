@@ -209,6 +209,16 @@ def test_folder_loads_elsewhere(model, samples, tmp_path):
 
 
 @with_torch
+def test_blend_lies_between_both_surrogates(spoiled, tmp_path):
+    from kvzap._end_to_end import _Surrogate
+
+    first, last = _Surrogate(SURROGATE), _Surrogate(spoiled)
+    last.save(tmp_path, first.folded(), 0.25)
+    for one, other, found in zip(first.folded(), last.folded(), _Surrogate(tmp_path).folded()):
+        assert torch.allclose(found, 0.75 * one + 0.25 * other, atol=0.02, rtol=0.01)
+
+
+@with_torch
 def test_kvpress_loads_the_folder(model, samples, spoiled):
     from kvzap._end_to_end import _Student, _Surrogate
 
@@ -224,6 +234,7 @@ def test_kvpress_loads_the_folder(model, samples, spoiled):
     ({"keep": (0.5, 0.2)}, "keep: expected two shares between 0 and 1, the smaller first, found .0.5, 0.2."),
     ({"learn": "none"}, 'learn: expected "heads" or "all", found none'),
     ({"gates": "open"}, 'gates: expected "hard" or "soft", found open'),
+    ({"blend": 0}, "blend: expected above 0 and at most 1, found 0"),
     ({"steps": 0}, "steps: expected at least 1, found 0"),
     ({"temperature": 0.0}, "temperature: expected a positive number, found 0.0"),
     ({"window": 1000}, "expected contexts of more than sink . window = 1000 tokens"),

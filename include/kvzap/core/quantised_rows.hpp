@@ -32,6 +32,7 @@ struct RowTrellis {
   float rms;  // the level that belongs to the root mean square of a normal distribution
   std::uint64_t words[4];  // the levels by their numbers, in single bytes, in 127ths of the largest
 
+  /// Returns the levels of q3 or q2.
   KOKKOS_INLINE_FUNCTION static constexpr RowTrellis of(RowType type) {
     // Lloyd's iterations over normal rows: -124, 15, 72, … and -3, -50, -86, …
     return type == RowType::q2
@@ -43,6 +44,7 @@ struct RowTrellis {
   }
   /// Returns the numbers of levels: 16 or 32.
   KOKKOS_INLINE_FUNCTION constexpr int count() const { return 4 << bits; }
+  /// Returns the level with this number.
   KOKKOS_INLINE_FUNCTION constexpr int level(int number) const {
     const std::uint64_t low = number & 8 ? words[1] : words[0];
     const std::uint64_t high = number & 8 ? words[3] : words[2];

@@ -208,7 +208,8 @@ TEST(SnapshotReading, OtherFormats) {
         const auto count =
             static_cast<std::int64_t>(rows.size()) / test::story_dim - 5;  // the ring
         if (type == RowType::wide) return rows;
-        std::vector<std::uint8_t> codes(rows.size() + 64);
+        const auto bytes = count * QuantisedRows::code_bytes(type, test::story_dim);
+        std::vector<std::uint8_t> codes(static_cast<std::size_t>(bytes) + 64);
         std::vector<bfloat16> scales(static_cast<std::size_t>(count));
         cache::pack_rows(type, rows.data(), count, test::story_dim, codes.data(), scales.data());
         cache::unpack_rows({codes.data(), scales.data(), test::story_dim, type}, count,

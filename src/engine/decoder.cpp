@@ -126,6 +126,8 @@ std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCall
     m_embedding.begin(m_step);
     if (can_plan()) {
       run_planned();
+      const int layers = static_cast<int>(m_layers.size());
+      if (progress) m_step.locally([&] { progress("prefill", layers, layers); });
     } else {
       run_layers(progress);
     }

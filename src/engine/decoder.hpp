@@ -106,8 +106,11 @@ class Decoder {
   const Budget::Model& counted() const { return m_counted; }
   const Communicator& communicator() const { return m_comm; }
   void set_observer(StepObserver* observer) { m_observer = observer; }
-  void set_attention_path(AttentionPath path) { m_attention.set_path(path); }
-  /// Returns the seconds of all steps so far.
+  void set_attention_path(AttentionPath path) {
+    m_attention.set_path(path);
+    m_graph_shape.clear();
+  }
+  /// Returns the seconds of all steps so far. Those of repeated steps are not known.
   const PruneSeconds& seconds() const { return m_step.seconds; }
   /// Returns how many steps so far were launches recorded before (base::LaunchGraph).
   std::int64_t repeated_steps() const { return m_repeated_steps; }
@@ -213,7 +216,7 @@ class Decoder {
   base::LaunchGraph m_graph;
   std::vector<std::int64_t> m_graph_shape;
   std::int64_t m_repeated_steps = 0;
-  int m_refusals = 0;  // recordings that failed
+  int m_refusals = 0;                   // recordings that failed
   std::optional<StepBatch> m_external;  // of begin_step, until end_step
   int m_next_layer = 0;                 // of m_external
   // Sinks of the current layer of m_external.

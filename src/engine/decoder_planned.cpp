@@ -17,6 +17,7 @@ bool Decoder::can_plan() const {
   const bool reads_all =
       outputs.count() == m_step.tokens() && outputs.n_hidden() == 0 && outputs.are_consecutive();
   if (!m_step.deferred || m_comm.size() > 1 || m_observer || !reads_all) return false;
+  if (m_step.tokens() > m_step.most_rows()) return false;  // they pass layers in blocks
   if (m_step.has_scores && !m_scorer->is_repeatable()) return false;
   if (m_inputs || m_alt_up || m_joined || m_step.outcome() != engine::done) return false;
   for (const LayerBlocks& layer : m_layers) {

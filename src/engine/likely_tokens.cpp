@@ -126,9 +126,6 @@ const std::vector<TokenId>& LikelyTokens::sorted(std::size_t count) {
   if (count > m_most.size()) {
     m_order.resize(m_count);
     std::iota(m_order.begin(), m_order.end(), 0);
-    const auto end = m_order.begin() + static_cast<std::ptrdiff_t>(count);
-    if (count < m_count) std::nth_element(m_order.begin(), end, m_order.end(), more_likely);
-    m_order.erase(end, m_order.end());
   } else if (count > 0) {
     m_selected = m_most;
     const auto last = m_selected.begin() + static_cast<std::ptrdiff_t>(count) - 1;
@@ -141,12 +138,19 @@ const std::vector<TokenId>& LikelyTokens::sorted(std::size_t count) {
       }
     }
   }
+  // Many may be equal to the bound, above all tokens that must not be drawn.
+  if (m_order.size() > 2 * count) {
+    const auto end = m_order.begin() + static_cast<std::ptrdiff_t>(count);
+    std::nth_element(m_order.begin(), end, m_order.end(), more_likely);
+    m_order.erase(end, m_order.end());
+  }
   std::sort(m_order.begin(), m_order.end(), more_likely);
   return m_order;
 }
 
 double LikelyTokens::total(double temperature) const {
-  return sum_of_weights(m_logits, m_count, m_most.data(), m_largest, 1 / temperature);
+  const double inverse = std::min(1 / temperature, 1e300);  // of which 0 times is 0
+  return sum_of_weights(m_logits, m_count, m_most.data(), m_largest, inverse);
 }
 
 }  // namespace kvzap::engine

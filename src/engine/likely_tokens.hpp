@@ -19,7 +19,7 @@ class LikelyTokens {
   /// Returns the largest logit, and its token.
   float largest() const { return m_largest; }
   TokenId best() const;
-  /// Returns the most likely tokens in order: at least min(count, all), maybe more.
+  /// Returns the most likely tokens in order: at least min(count, all), at most twice as many.
   const std::vector<TokenId>& sorted(std::size_t count);
   /// Returns the sum of exp((logit - largest) / temperature) over all tokens, within 1e-12 of it.
   double total(double temperature) const;

@@ -1,6 +1,7 @@
 #include "engine/output_block.hpp"
 
 #include "base/kokkos_compat.hpp"
+#include "base/machine.hpp"
 #include "engine/step_kernels.hpp"
 
 namespace kvzap::engine {
@@ -67,6 +68,9 @@ std::vector<StepResult> OutputBlock::run(Step& step) {
     }
   }
   if (outputs.n_logits > 0) gather_logits(step);
+  // Logits of all tokens of a text take much memory, which on a device is pinned.
+  const auto spans = static_cast<std::int64_t>(step.spans().size());
+  if (base::machine().on_device() && outputs.n_logits > spans) m_local_logits = {};
   if (step.comm.is_root()) {
     auto state = m_hidden.begin();
     for (std::int64_t o = outputs.n_head(); o < outputs.count(); ++o) {

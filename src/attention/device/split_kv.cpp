@@ -47,12 +47,10 @@ struct PartBounds {
   }
 };
 
-/// Returns a number of parts that is the same for many steps: at most a fourth more, or 3.
-std::int64_t lasting(std::int64_t parts) {
-  std::int64_t step = 4;
-  while (8 * step <= parts) step *= 2;
-  return (parts + step - 1) / step * step;
-}
+/// Returns a number of parts that suffices for many steps.
+std::int64_t lasting(std::int64_t parts) { return parts > 0 ? parts + parts / 8 + 4 : 0; }
+/// Returns the largest number that pad_plans keeps of an earlier step.
+std::int64_t most_padded(std::int64_t parts) { return lasting(parts) + parts / 2 + 8; }
 
 struct SpanUpload {
   SplitSpan spans[spans_in_upload];
@@ -320,10 +318,13 @@ void SplitKV::operator()(const ExecutionSpace& exec, const std::vector<Span>& sp
 
 bool SplitKV::can_plan(const AttentionExtents& extents) {
   const std::int64_t rows = extents.single_rows / std::max(1, extents.kv_heads);
-  const std::int64_t parts = rows / split_block_rows + 2 * extents.spans + 8;
-  return extents.kv_heads * (parts + parts / 4) *
-             SplitSpans::part_floats(extents.group, extents.head_dim) <=
-         most_floats;
+  const std::int64_t lists = (extents.format.quantised() ? 2 : 1) * extents.spans;
+  const std::int64_t needed = std::min(rows / split_block_rows + lists, lists * most_parts);
+  const std::int64_t parts = most_padded(needed);
+  // Numbers of parts have 16 bits.
+  return parts < (std::int64_t{1} << 15) &&
+         extents.kv_heads * parts * SplitSpans::part_floats(extents.group, extents.head_dim) <=
+             most_floats;
 }
 
 void SplitKV::plan_calls(std::size_t calls) {
@@ -343,15 +344,9 @@ void SplitKV::plan(std::size_t number, const std::vector<Span>& spans, const Att
   planned.cached.format = any.format;
   planned.call = call;
   std::int64_t first_quantised = 0, first_wide = 0;
-  for (std::size_t s = 0; s < spans.size(); ++s) {
-    PartBounds own(spans[s], call.kv_heads);
-    if (s + 1 == spans.size()) {
-      const std::int64_t wide = first_wide / call.kv_heads;
-      const std::int64_t quantised = first_quantised / call.kv_heads;
-      own.wide = lasting(wide + own.wide) - wide;
-      own.quantised = lasting(quantised + own.quantised) - quantised;
-    }
-    m_places.push_back(own.place(spans[s], call.kv_heads, first_quantised, first_wide));
+  for (const Span& span : spans) {
+    const PartBounds own(span, call.kv_heads);
+    m_places.push_back(own.place(span, call.kv_heads, first_quantised, first_wide));
   }
   planned.quantised_parts = first_quantised;
   planned.spans.count = static_cast<std::int32_t>(spans.size());
@@ -361,7 +356,40 @@ void SplitKV::plan(std::size_t number, const std::vector<Span>& spans, const Att
   planned.spans.wide_parts = static_cast<std::int32_t>(first_wide);
 }
 
+void SplitKV::Planned::pad(SplitSpan& last, std::int64_t quantised, std::int64_t wide) {
+  last.quantised_parts = static_cast<std::int16_t>(last.quantised_parts + quantised);
+  last.wide_parts = static_cast<std::int16_t>(last.wide_parts + wide);
+  quantised_parts += spans.heads * quantised;
+  spans.wide_parts += static_cast<std::int32_t>(spans.heads * wide);
+}
+
+// Gives all plans more parts than they need now, and the same ones as in the step before where
+// these still suffice: so launches have one shape for hundreds of steps.
+void SplitKV::pad_plans() {
+  const auto needs = [](const Planned& planned) {
+    const std::int64_t heads = std::max(1, planned.spans.heads);
+    return Padded{planned.quantised_parts / heads, planned.spans.wide_parts / heads};
+  };
+  const auto suffices = [](std::int64_t padded, std::int64_t needed) {
+    return padded >= needed && padded <= (needed > 0 ? most_padded(needed) : 0);
+  };
+  bool last = m_padded.size() == m_planned.size();
+  for (std::size_t i = 0; last && i < m_planned.size(); ++i) {
+    const Padded own = needs(m_planned[i]);
+    last = suffices(m_padded[i].quantised, own.quantised) && suffices(m_padded[i].wide, own.wide);
+  }
+  if (!last) m_padded.clear();
+  for (std::size_t i = 0; i < m_planned.size(); ++i) {
+    const Padded own = needs(m_planned[i]);
+    if (!last) m_padded.push_back({lasting(own.quantised), lasting(own.wide)});
+    if (m_planned[i].spans.count == 0) continue;
+    m_planned[i].pad(m_places[m_planned[i].first + m_planned[i].spans.count - 1],
+                     m_padded[i].quantised - own.quantised, m_padded[i].wide - own.wide);
+  }
+}
+
 void SplitKV::copy_plans(const ExecutionSpace& exec) {
+  pad_plans();
   const auto count = static_cast<std::int64_t>(m_places.size());
   std::int64_t floats = 0;
   for (const Planned& planned : m_planned) {

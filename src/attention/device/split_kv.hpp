@@ -47,6 +47,9 @@ class SplitKV {
     SplitSpans spans = {};
     std::int64_t quantised_parts = 0;
     std::size_t first = 0;
+
+    /// Gives the last span so many more parts of each head.
+    void pad(SplitSpan& last, std::int64_t quantised, std::int64_t wide);
     CachedLayer cached;
     AttentionCall call;
   };
@@ -54,7 +57,14 @@ class SplitKV {
   linalg::Vector m_partials;
   // The spans' places, if there are too many for a kernel's arguments.
   Kokkos::View<char*, MemorySpace> m_table;
+  void pad_plans();
+
   std::vector<Planned> m_planned;  // (number)
+  /// Parts of a head over all spans of a launch, with those that the last span has too many.
+  struct Padded {
+    std::int64_t quantised, wide;
+  };
+  std::vector<Padded> m_padded;  // (number); of the step before
   std::vector<SplitSpan> m_places;
   base::Staged<SplitSpan> m_staged_places;
 };

@@ -54,6 +54,20 @@ TEST(LikelyTokens, AgreeWithSorting) {
   }
 }
 
+TEST(LikelyTokens, AreFewWhereManyAreEqual) {
+  std::vector<float> logits(32000, -std::numeric_limits<float>::infinity());
+  logits[17] = 1;
+  logits[31000] = 2;
+  LikelyTokens likely;
+  likely.read(logits.data(), logits.size());
+  const std::vector<TokenId>& found = likely.sorted(20);
+  EXPECT_EQ(found.size(), 20u);
+  EXPECT_EQ(found[0], 31000);
+  EXPECT_EQ(found[1], 17);
+  EXPECT_EQ(found[2], 0);
+  EXPECT_EQ(likely.total(1e-310), 1);
+}
+
 TEST(LikelyTokens, SeeWhatIsNotFinite) {
   constexpr float infinity = std::numeric_limits<float>::infinity();
   const auto is_finite = [](const std::vector<float>& logits) {

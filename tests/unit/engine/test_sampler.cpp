@@ -118,6 +118,23 @@ TEST(Sampler, DrawsAsIfTheWholeVocabularyWereSorted) {
   }
 }
 
+// More likely tokens than are sorted at first, and fewer than in a later try.
+TEST(Sampler, KeepsManyEqualTokensByMinP) {
+  std::vector<float> logits(32000, -1);
+  std::fill_n(logits.begin(), 19200, 0.0f);
+  SamplingOptions options;
+  options.temperature = 1;
+  options.min_p = 0.5;
+  Sampler sampler(options);
+  TokenId largest = 0;
+  for (int i = 0; i < 50; ++i) {
+    const TokenId token = sampler(logits);
+    EXPECT_LT(token, 19200);
+    largest = std::max(largest, token);
+  }
+  EXPECT_GT(largest, 12000);
+}
+
 TEST(Sampler, ErrorsNameTheFieldOrTheCallersOption) {
   const auto error_of = [](const SamplingNames& names) -> std::string {
     SamplingOptions options;

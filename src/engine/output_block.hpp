@@ -11,10 +11,10 @@ class OutputBlock {
   /// Launches what computes this rank's part of the outputs. With hidden states, or rows that are
   /// not consecutive, it waits.
   void compute(Step& step);
-  /// Returns the results of the step's spans: for the last token, or for each token. Argmaxes are
-  /// reduced over ranks; logits are gathered on rank 0; hidden states are equal on all ranks, and
-  /// rank 0 returns its own. Only these leave a device. Collective; throws on every rank if any
-  /// rank has failed in the step.
+  /// Called after `compute`. Returns the results of the step's spans: for the last token, or for
+  /// each token. Argmaxes are reduced over ranks; logits are gathered on rank 0; hidden states are
+  /// equal on all ranks, and rank 0 returns its own. Only these leave a device. Collective; throws
+  /// on every rank if any rank has failed in the step.
   std::vector<StepResult> run(Step& step);
   void release() { m_rows = m_added = {}; }
 

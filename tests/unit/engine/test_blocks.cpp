@@ -733,6 +733,7 @@ TEST(EmbeddingBlock, TakesTheRowsOfTheTokens) {
   OneStep one(config, {4, 2});
   engine::EmbeddingBlock block;
   block.reserve(one.step);
+  block.begin(one.step);
   block.run(one.step);
   const Numbers table = test::plain(one.model.weights().embedding);  // (dimension, token)
   Numbers expected;
@@ -751,6 +752,7 @@ TEST(EmbeddingBlock, AddsLearnedPositions) {
   one.step.place_positions();
   engine::EmbeddingBlock block;
   block.reserve(one.step);
+  block.begin(one.step);
   block.run(one.step);
   const Numbers table = test::plain(one.model.weights().embedding);  // (dimension, token)
   const Numbers positions = on_host(one.model.weights().positions);
@@ -799,6 +801,7 @@ TEST(OutputBlock, GivesTokensLogitsAndHiddenStates) {
     const auto logits = [&](std::int64_t row) {
       return product(normed(row), one.model.weights().output_head);
     };
+    block.compute(one.step);
     const std::vector<StepResult> results = block.run(one.step);
     ASSERT_EQ(results.size(), 4U);
     const Numbers last = logits(3);
@@ -829,6 +832,7 @@ TEST(OutputBlock, GivesHiddenStatesWithoutAHead) {
   engine::OutputBlock block;
   block.reserve(one.step);
   fill(one.step.h, some_numbers(one.step.h.size()));
+  block.compute(one.step);
   const std::vector<StepResult> results = block.run(one.step);
   EXPECT_EQ(results.front().hidden.size(), static_cast<std::size_t>(one.step.config.hidden_size));
   EXPECT_EQ(results.front().argmax, -1);

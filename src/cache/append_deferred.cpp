@@ -203,24 +203,27 @@ class DeferredAppend {
       or_out_of_memory("an append", 0, m_store.pool, [&] { m_store.reserve_args(m_n); });
     }
     SpanArgs* const all = passed ? kernel.own : reinterpret_cast<SpanArgs*>(m_work.new_args.data());
-    plan(all);
-    if (!passed) {
-      kernel.shared = reinterpret_cast<const SpanArgs*>(m_work.span_args.data());
-      write_args();
-    }
-    fill(kernel, pairs);
-    launch(m_store.dtype, m_exec, static_cast<int>(m_n), kernel);
+    plan(all, [&] {
+      if (!passed) {
+        kernel.shared = reinterpret_cast<const SpanArgs*>(m_work.span_args.data());
+        write_args();
+      }
+      fill(kernel, pairs);
+      launch(m_store.dtype, m_exec, static_cast<int>(m_n), kernel);
+    });
   }
 
-  /// Does what is not the kernel's: takes pages, links them, counts the tokens. Writes the kernel's
-  /// arguments of each span to `all`.
-  void plan(SpanArgs* all) {
+  /// Does what is not the kernel's: takes pages and links them, and writes the kernel's arguments
+  /// of each span to `all`. Then calls use(), and if that succeeds counts the tokens.
+  template <class Use>
+  void plan(SpanArgs* all, const Use& use) {
     for (std::size_t i = 0; i < m_n; ++i) m_store.enter(m_exec, sequence(i));
     PageLease lease(m_store, m_layer);
     or_out_of_memory("an append", 0, m_store.pool, [&] { take_pages_for(lease); });
     link_pages(lease);
     std::memset(static_cast<void*>(all), 0, m_n * sizeof(SpanArgs));
     for (std::size_t i = 0; i < m_n; ++i) fill(all[i], i);
+    use();
     lease.commit();
     record();
   }
@@ -488,9 +491,8 @@ void KVCache::plan_append(const ExecutionSpace& exec, const std::vector<AppendSp
     return;
   }
   cache::DeferredAppend append(store, exec, spans.data(), spans.size(), layer);
-  append.plan(store.plans->args(layer));
+  append.plan(store.plans->args(layer), [&] { append.fill(store.plans->kernel(layer), pairs); });
   store.waits[layer] = true;
-  append.fill(store.plans->kernel(layer), pairs);
 }
 
 void KVCache::copy_plans(const ExecutionSpace& exec) { m_store->plans->copy(exec); }

@@ -123,13 +123,7 @@ void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
         const std::int64_t q = team.league_rank();
         float* const logits = tile.logits + q * tile.columns;
         const std::int64_t count = tile.seen + q;
-        float largest = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, count),
-            [&](std::int64_t c, float& most) {
-              if (logits[c] > most) most = logits[c];
-            },
-            Kokkos::Max<float>(largest));
+        const float largest = largest_of(team, logits, count);
         float sum = 0;
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, count),

@@ -10,6 +10,7 @@
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
 #include "policy/registry.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {
@@ -60,13 +61,7 @@ void exponentials(const ExecutionSpace& exec, const linalg::Matrix& products, st
       Team(exec, static_cast<int>(products.extent(0)), Kokkos::AUTO),
       KOKKOS_LAMBDA(const typename Team::member_type& team) {
         const std::int64_t q = team.league_rank();
-        float largest = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, keys),
-            [&](std::int64_t k, float& most) {
-              if (products(q, k) > most) most = products(q, k);
-            },
-            Kokkos::Max<float>(largest));
+        float largest = largest_of(team, &products(q, 0), keys);
         if (padded > 0 && largest < padded_score) largest = padded_score;
         float sum = 0;
         Kokkos::parallel_reduce(

@@ -125,13 +125,7 @@ void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, std::i
       KOKKOS_LAMBDA(const typename Team::member_type& team) {
         const std::int64_t i = team.league_rank();
         float* const vector = logits + i * rows;
-        float largest = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, rows),
-            [&](std::int64_t r, float& most) {
-              if (vector[r] > most) most = vector[r];
-            },
-            Kokkos::Max<float>(largest));
+        const float largest = largest_of(team, vector, rows);
         double sum = 0;
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, rows),

@@ -54,6 +54,20 @@ KOKKOS_INLINE_FUNCTION float norm(const float* x, std::int64_t dim) {
   return base::math::sqrt(dot(x, x, dim));
 }
 
+/// Returns the largest of `count` values, and no NaN, to all threads of a team.
+template <class Member>
+KOKKOS_INLINE_FUNCTION float largest_of(const Member& team, const float* values,
+                                        std::int64_t count) {
+  float largest = 0;
+  Kokkos::parallel_reduce(
+      Kokkos::TeamThreadRange(team, count),
+      [&](std::int64_t i, float& most) {
+        if (values[i] > most) most = values[i];
+      },
+      Kokkos::Max<float>(largest));
+  return largest;
+}
+
 /// inverse(r) = 1 / max(|rows(r, :)|, 1e-12)
 void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows,
                    const Kokkos::View<float*, MemorySpace>& inverse);

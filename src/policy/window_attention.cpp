@@ -9,6 +9,7 @@
 #include "base/simd.hpp"
 #include "base/soft_cap.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {
@@ -101,13 +102,7 @@ void exponentials(const ExecutionSpace& exec, const Tile& tile) {
         const std::int64_t q = team.league_rank();
         float* const logits = tile.logits + q * tile.rows;
         const std::int64_t count = tile.seen_by(q);
-        float largest = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, count),
-            [&](std::int64_t r, float& most) {
-              if (logits[r] > most) most = logits[r];
-            },
-            Kokkos::Max<float>(largest));
+        const float largest = largest_of(team, logits, count);
         float sum = 0;
         Kokkos::parallel_reduce(
             Kokkos::TeamThreadRange(team, tile.rows),

@@ -12,6 +12,7 @@
 
 #include "commands/support/policies_command.hpp"
 #include "unit/driver/command_lines.hpp"
+#include "unit/policy/policy_names.hpp"
 
 namespace kvzap::test {
 namespace {
@@ -121,32 +122,8 @@ TEST(Help, TellsDefaults) {
 
 TEST(PoliciesCommand, ListsNames) {
   const std::string text = driver::policies_text("");
-  for (const char* name : {"knorm",
-                           "random",
-                           "streaming-llm",
-                           "keydiff",
-                           "lagkv",
-                           "leverage",
-                           "cur",
-                           "compactor",
-                           "qfilter",
-                           "cap",
-                           "snapkv",
-                           "tova",
-                           "h2o",
-                           "scissorhands",
-                           "r-kv",
-                           "lazy-eviction",
-                           "tri-attention",
-                           "pyramidkv",
-                           "expected-attention",
-                           "non-causal",
-                           "simlayerkv",
-                           "finch",
-                           "kvzap",
-                           "fastkvzip",
-                           "duo-attention"}) {
-    EXPECT_TRUE(has(text, std::string("^  ") + name + " ")) << name;
+  for (const std::string& name : test::policy_names()) {
+    EXPECT_TRUE(has(text, "^  " + name + " ")) << name;
   }
   for (const char* name : {"ada", "pyramid", "global", "per-layer", "critical", "chunk", "chunkkv",
                            "dms", "rerotate"}) {

@@ -13,6 +13,7 @@
 #include "files/nearest.hpp"
 #include "policy/check_names.hpp"
 #include "policy/registry.hpp"
+#include "unit/policy/policy_names.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
@@ -30,36 +31,9 @@ TEST(NearestName, IsTheOneThatTakesFewestChanges) {
 }
 
 TEST(PolicyList, HasAllNamesOnce) {
-  const std::vector<std::string> expected = {"knorm",
-                                             "random",
-                                             "streaming-llm",
-                                             "keydiff",
-                                             "lagkv",
-                                             "leverage",
-                                             "cur",
-                                             "compactor",
-                                             "qfilter",
-                                             "cap",
-                                             "snapkv",
-                                             "tova",
-                                             "h2o",
-                                             "scissorhands",
-                                             "r-kv",
-                                             "lazy-eviction",
-                                             "tri-attention",
-                                             "pyramidkv",
-                                             "expected-attention",
-                                             "non-causal",
-                                             "simlayerkv",
-                                             "finch",
-                                             "kvzap",
-                                             "fastkvzip",
-                                             "duo-attention",
-                                             "kvzip",
-                                             "kvzip-plus"};
   std::vector<std::string> found;
   for (const PolicyInfo& info : policies()) found.push_back(info.name);
-  EXPECT_EQ(found, expected);
+  EXPECT_EQ(found, test::policy_names());
   std::set<std::string> names(found.begin(), found.end());
   for (const ModifierInfo& info : modifiers()) EXPECT_TRUE(names.insert(info.name).second);
   EXPECT_EQ(names.size(), 36u);

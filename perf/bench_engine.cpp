@@ -9,10 +9,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <kvzap/engine/sampler.hpp>
 #include <kvzap/engine/surrogate.hpp>
 #include <numeric>
 #include <optional>
+#include <random>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "common.hpp"
@@ -398,6 +401,21 @@ void run_load(benchmark::State& state, const std::filesystem::path& config_folde
 
 }  // namespace
 
+namespace {
+
+/// Draws of a token from random logits, a few of which stand out.
+void run_draw(benchmark::State& state, const SamplingOptions& options) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  std::vector<float> logits(151936);
+  for (float& logit : logits) logit = 3 * normal(random);
+  for (int i = 0; i < 30; ++i) logits[random() % logits.size()] = 14 + normal(random);
+  Sampler sampler(options);
+  time_iterations(state, [&] { benchmark::DoNotOptimize(sampler(logits)); });
+}
+
+}  // namespace
+
 void register_benchmarks(const Options& options) {
   const auto stage = std::make_shared<Stage>();
   const std::filesystem::path folder = model_folder(options, options.config);
@@ -415,6 +433,14 @@ void register_benchmarks(const Options& options) {
             run_decode(state, *stage, variant, context);
           });
     }
+  }
+
+  for (const auto& [name, top_k, top_p, min_p] :
+       {std::tuple("temperature", 0, 1.0, 0.0), std::tuple("top_p", 0, 0.95, 0.0),
+        std::tuple("top_k", 20, 0.95, 0.0), std::tuple("min_p", 0, 1.0, 0.05)}) {
+    const SamplingOptions sampling{0.6, top_k, top_p, 1, min_p};
+    add(fmt::format("draw/tokens:151936/{}", name), 20, 5,
+        [=](benchmark::State& state) { run_draw(state, sampling); });
   }
 
   // Many sequences at once.

@@ -20,6 +20,12 @@ void SplitKV::operator()(const ExecutionSpace&, const std::vector<Span>&, const 
 }
 void SplitKV::reserve(const AttentionExtents&) { fail(); }
 std::size_t SplitKV::scratch_bytes(const AttentionExtents&) { return 0; }
+bool SplitKV::can_plan(const AttentionExtents&) { return false; }
+void SplitKV::plan_calls(std::size_t) { fail(); }
+void SplitKV::plan(std::size_t, const std::vector<Span>&, const AttentionCall&) { fail(); }
+void SplitKV::copy_plans(const ExecutionSpace&) { fail(); }
+void SplitKV::run_planned(const ExecutionSpace&, std::size_t) { fail(); }
+void SplitKV::add_shape(std::vector<std::int64_t>&) const { fail(); }
 
 void PanelAttention::operator()(const ExecutionSpace&, const Span&, const AttentionCall&) {
   fail();

@@ -1,0 +1,17 @@
+# Builds without the attention kernels of devices have src/attention/device/absent.cpp in their place. Fails if its
+# object lacks a function of their classes that another object of OBJECTS (separated by |) calls. NM: the tool of this name.
+string(REPLACE "|" ";" objects "${OBJECTS}")
+set(classes "kvzap::attention::(SplitKV|PanelAttention|PanelMass)::")
+foreach(kind undefined defined)
+  execute_process(COMMAND ${NM} --demangle --${kind}-only ${objects} OUTPUT_VARIABLE symbols)
+  string(REGEX MATCHALL "${classes}[^\n]*" ${kind} "${symbols}")
+endforeach()
+if(NOT undefined)
+  message(FATAL_ERROR "no object calls ${classes}: has a class another name?")
+endif()
+list(REMOVE_ITEM undefined ${defined})
+list(REMOVE_DUPLICATES undefined)
+if(undefined)
+  list(JOIN undefined "\n  " undefined)
+  message(FATAL_ERROR "src/attention/device/absent.cpp lacks\n  ${undefined}")
+endif()

@@ -4,8 +4,11 @@ import importlib.machinery
 import importlib.util
 import pathlib
 import re
+import shutil
+import subprocess
 import tempfile
 import unittest
+import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LOADER = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts/release"))
@@ -49,6 +52,22 @@ class Release(unittest.TestCase):
         self.assertNotIn("cmake", names)
         self.assertEqual(document["packages"][0]["checksums"][0]["checksumValue"],
                          release.hashlib.sha256(b"sources").hexdigest())
+
+    @unittest.skipUnless(shutil.which("gpg"), "needs gpg")
+    def test_signature(self):
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict("os.environ", GNUPGHOME=folder):
+            gpg = ["gpg", "--quiet", "--batch", "--pinentry-mode", "loopback", "--passphrase", ""]
+            for user in ("first", "second"):
+                subprocess.run([*gpg, "--quick-generate-key", user, "ed25519"], check=True, capture_output=True)
+            sums = pathlib.Path(folder) / "SHA256SUMS"
+            sums.write_text("00  file\n")
+            release.sign(sums, "second")
+            signature = str(release.signature_of(sums))
+            verified = subprocess.run(["gpg", "--verify", signature, str(sums)], capture_output=True, text=True, check=True)
+            self.assertIn("second", verified.stderr)
+            sums.write_text("01  file\n")
+            self.assertTrue(subprocess.run(["gpg", "--verify", signature, str(sums)], capture_output=True).returncode)
+            subprocess.run(["gpgconf", "--kill", "all"], capture_output=True)
 
     def test_workflows_call_scripts_of_the_repository(self):
         for path in (ROOT / ".github/workflows").glob("*.yml"):

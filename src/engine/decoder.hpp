@@ -15,7 +15,6 @@
 #include <optional>
 #include <vector>
 
-#include "base/launch_graph.hpp"
 #include "engine/alt_up_block.hpp"
 #include "engine/attention_block.hpp"
 #include "engine/delta_net_block.hpp"
@@ -27,6 +26,7 @@
 #include "engine/output_block.hpp"
 #include "engine/page_placement.hpp"
 #include "engine/policy_block.hpp"
+#include "engine/recorded_steps.hpp"
 #include "engine/shared_heads_block.hpp"
 #include "engine/short_convolution_block.hpp"
 #include "engine/state_space_block.hpp"
@@ -108,7 +108,7 @@ class Decoder {
   void set_observer(StepObserver* observer) { m_observer = observer; }
   void set_attention_path(AttentionPath path) {
     m_attention.set_path(path);
-    m_graph_shape.clear();
+    m_recorded.clear();
   }
   /// Returns the seconds of all steps so far. Those of repeated steps are not known.
   const PruneSeconds& seconds() const { return m_step.seconds; }
@@ -211,10 +211,8 @@ class Decoder {
   // chooses stores its rows itself.
   std::vector<AppendSpan> m_pruned_spans, m_ring_spans;
   bool m_agrees_often = false;  // after each layer
-  // The launches of a planned step, and the shape of the planned steps for which they are those. A
-  // shape is recorded when it comes a second time: the first time, memory is taken.
-  base::LaunchGraph m_graph;
-  std::vector<std::int64_t> m_graph_shape;
+  // A shape is recorded when it comes a second time: the first time, memory is taken.
+  engine::RecordedSteps m_recorded;
   std::int64_t m_repeated_steps = 0;
   int m_refusals = 0;                   // recordings that failed
   std::optional<StepBatch> m_external;  // of begin_step, until end_step

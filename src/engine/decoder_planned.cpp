@@ -60,33 +60,29 @@ std::vector<std::int64_t> Decoder::planned_shape() const {
 }
 
 void Decoder::run_planned() {
-  bool is_known = false;
+  base::LaunchGraph* graph = nullptr;  // null: the launches are not to be recorded
   m_step.locally([&] {
     plan();
-    std::vector<std::int64_t> shape = planned_shape();
-    is_known = shape == m_graph_shape;
-    m_graph_shape = std::move(shape);
+    const auto found = m_recorded.find(planned_shape());
+    if (found.came_before && m_refusals < most_refusals) graph = &found.graph;
   });
   if (m_step.outcome() != engine::done) return;
-  if (!is_known || m_refusals >= most_refusals) {
-    m_graph.clear();
-    return run_layers({});
-  }
-  if (!m_graph.is_recorded()) {
+  if (graph == nullptr) return run_layers({});
+  if (!graph->is_recorded()) {
     bool recorded = false;
-    m_step.locally([&] { recorded = m_graph.record(m_step.exec, [&] { run_layers({}); }); });
+    m_step.locally([&] { recorded = graph->record(m_step.exec, [&] { run_layers({}); }); });
     m_cache.note_planned(false);
     m_step.pending = linalg::Matrix();
     if (!recorded || m_step.outcome() != engine::done) {
       // The backend may refuse to record what it launches; an error of the step's own comes again.
       ++m_refusals;
-      m_graph.clear();
+      graph->clear();
       m_step.forget_failure();
       return run_layers({});
     }
   }
   m_step.locally([&] {
-    m_graph.launch(m_step.exec);
+    graph->launch(m_step.exec);
     m_cache.note_planned(true);
     ++m_repeated_steps;
   });

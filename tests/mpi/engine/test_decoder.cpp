@@ -455,7 +455,8 @@ TEST_P(DecoderShapes, RepeatedLaunchesDoNotMatter) {
     for (const int length : {3, 300, 30}) {
       in_both([&](Sequences& all) { all.add(some(length, length), rule); });
     }
-    for (int step = 0; step < 60; ++step) {
+    std::int64_t repeated_before = 0;
+    for (int step = 0; step < 90; ++step) {
       if (step == 15) in_both([&](Sequences& all) { all.add(some(7, 11), rule); });
       if (step == 30) {
         in_both([&](Sequences& all) {
@@ -465,11 +466,15 @@ TEST_P(DecoderShapes, RepeatedLaunchesDoNotMatter) {
       }
       // More than a block of tokens: afterwards the step's memory is freed.
       if (step == 45) in_both([&](Sequences& all) { all.add(some(1, 850), rule); });
+      // At last a sequence takes turns: batches of two sizes.
+      if (step == 60) repeated_before = repeated.decoder.repeated_steps();
       std::vector<StepResult> results[2];
       in_both([&](Sequences& all) {
-        const auto next = some(100 + step, static_cast<int>(all.ids.size()));
+        auto ids = all.ids;
+        if (step >= 60 && step % 2 == 1) ids.pop_back();
+        const auto next = some(100 + step, static_cast<int>(ids.size()));
         results[&all == &anew ? 1 : 0] =
-            all.decoder.step(single_tokens(all.ids, next, rule, StepOutput::logits));
+            all.decoder.step(single_tokens(ids, next, rule, StepOutput::logits));
       });
       for (std::size_t i = 0; i < results[0].size(); ++i) {
         ASSERT_EQ(results[0][i].logits, results[1][i].logits) << "step " << step << ", " << i;
@@ -485,7 +490,8 @@ TEST_P(DecoderShapes, RepeatedLaunchesDoNotMatter) {
       EXPECT_EQ(repeated.decoder.cache().counts(repeated.ids[i]).evicted,
                 anew.decoder.cache().counts(anew.ids[i]).evicted);
     }
-    EXPECT_GT(repeated.decoder.repeated_steps(), 20);
+    EXPECT_GT(repeated_before, 20);
+    EXPECT_GT(repeated.decoder.repeated_steps(), repeated_before + 15);
     EXPECT_EQ(anew.decoder.repeated_steps(), 0);
   }
   base::machine().set_device(before);

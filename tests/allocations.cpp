@@ -9,6 +9,7 @@ namespace kvzap::test {
 
 std::size_t n_news = 0;
 std::size_t news_until_failure = 0;
+bool news_fail = true;
 
 namespace {
 
@@ -18,6 +19,7 @@ bool fails() { return news_until_failure > 0 && --news_until_failure == 0; }
 }  // namespace
 
 FailingAllocation::FailingAllocation(std::int64_t n) {
+  news_fail = !freeing_allocates();
   news_until_failure = n < 0 ? 0 : static_cast<std::size_t>(n) + 1;
   base::allocation_hook = [](std::size_t) {
     if (fails()) throw std::bad_alloc();
@@ -35,7 +37,7 @@ FailingAllocation::~FailingAllocation() {
 // not throw would do so by itself, were it not that sanitizers bring their own.
 void* operator new(std::size_t bytes) {
   ++kvzap::test::n_news;
-  if (kvzap::test::fails()) throw std::bad_alloc();
+  if (kvzap::test::news_fail && kvzap::test::fails()) throw std::bad_alloc();
   if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
   throw std::bad_alloc();
 }

@@ -13,8 +13,13 @@ extern std::size_t n_news;
 /// memory.
 extern std::size_t news_until_failure;
 
-/// As long as it lives, and once: the n-th allocation from now on, by operator new or of the
-/// library's views and pages, throws std::bad_alloc; none if n is negative.
+/// Whether the destructor of a view allocates, as it does in Kokkos 4, which names a fence there.
+/// An operator new that fails would end the program.
+bool freeing_allocates();
+
+/// As long as it lives, and once: the n-th allocation from now on, by operator new (unless
+/// freeing_allocates) or of the library's views and pages, throws std::bad_alloc; none if n is
+/// negative.
 class FailingAllocation {
  public:
   explicit FailingAllocation(std::int64_t n);

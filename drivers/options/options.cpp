@@ -654,12 +654,13 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
       message.find(' ') == is + 1) {
     return message.erase(is, 1);
   }
-  // "--question: 1 required TEXT missing", "--window: At Most 1 required but received 2"
+  // "--question: 1 required TEXT missing", "--window: At Most 1 required but received 2" ("At most"
+  // from CLI11 2.5 on)
   const auto colon = message.find(": ");
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) && colon != std::string::npos) {
     const std::string flag = message.substr(0, colon);
     if (message.find("missing", colon) != std::string::npos) return flag + " needs a value";
-    if (message.find("At Most 1 ", colon) != std::string::npos) {
+    if (message.find("ost 1 required", colon) != std::string::npos) {
       return flag + " is given more than once";
     }
   }

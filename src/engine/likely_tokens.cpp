@@ -26,15 +26,18 @@ KVZAP_BODY std::size_t end_of(std::size_t index, std::size_t count) {
 KVZAP_BODY bool largest_of_blocks_body(const float* logits, std::size_t count, float* most) {
   std::uint32_t any_nan = 0;
   for (std::size_t b = 0; b * block < count; ++b) {
-    float largest = -std::numeric_limits<float>::infinity();
-    std::uint32_t nan = 0;
+    constexpr float none = -std::numeric_limits<float>::infinity();
+    float largest = none;
+    std::uint32_t nan = 0, some = 0;
     const std::size_t end = end_of(b, count);
-#pragma omp simd reduction(max : largest) reduction(| : nan)
+#pragma omp simd reduction(max : largest) reduction(| : nan, some)
     for (std::size_t i = b * block; i < end; ++i) {
       largest = logits[i] > largest ? logits[i] : largest;
       nan |= logits[i] != logits[i] ? 1u : 0u;
+      some |= logits[i] > none ? 1u : 0u;
     }
-    most[b] = largest;
+    // A maximum of OpenMP begins with the least finite number, as Clang takes it.
+    most[b] = some != 0 ? largest : none;
     any_nan |= nan;
   }
   return any_nan != 0;

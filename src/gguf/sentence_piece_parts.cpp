@@ -119,7 +119,8 @@ void add_by_settings(const SentencePieceFile& file, const std::vector<std::strin
   tokenizer["pre_tokenizer"] =
       splits.empty() ? json() : sequence_of_pre_tokenizers(std::move(splits));
 
-  json decoders = {replace_text(space_mark, " ")};
+  // (Clang takes = {one} for a copy of it.)
+  json decoders = json::array({replace_text(space_mark, " ")});
   if (file.byte_fallback) decoders.push_back({{"type", "ByteFallback"}});
   if (file.adds_space || file.byte_fallback) decoders.push_back({{"type", "Fuse"}});
   if (file.adds_space) {

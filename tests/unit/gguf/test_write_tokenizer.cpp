@@ -289,7 +289,7 @@ TEST(WriteTokenizer, NormalizedTokens) {
   root["decoder"] = byte_level(true);
   Json token = added_token(300, "  ", false);
   token["normalized"] = true;
-  root["added_tokens"] = {token};
+  root["added_tokens"] = Json::array({token});
   expect_same(root, "gpt2", {"a  b", "a  \u0301b"});
   for (const char* content : {"<x>", "K|", "\u00e9|", "|a"}) {
     root["added_tokens"][0]["content"] = content;

@@ -165,7 +165,7 @@ TYPED_TEST(Mass, OrderOfARingThatBeganAnew) {
     const ExecutionSpace exec;
     const int sequence = batch.sequences[0];
     // Rows of the ring score -1. Of head 0's three stay, of head 1's all.
-    batch.cache.evict(exec, sequence, 0, {{-1.0f, 3}, {-2.0f, 0}});
+    batch.cache.evict(exec, sequence, 0, {kvzap::Cutoff{-1.0f, 3}, kvzap::Cutoff{-2.0f, 0}});
     std::mt19937 random(501);
     const Array<Value> keys(appended, 2, 64, Arrangement::right);
     const Array<Value> values(appended, 2, 64, Arrangement::right);

@@ -1046,7 +1046,7 @@ TYPED_TEST(CacheSteps, ExhaustionLeavesEverythingAsItWas) {
     failures += fail_everywhere(
         news,
         [&] {
-          cache.evict(exec, second, 0, {{-1.5f, 0}, {5.0f, 0}});
+          cache.evict(exec, second, 0, {Cutoff{-1.5f, 0}, Cutoff{5.0f, 0}});
         },
         verify);
     auto& layer = world.model().at(second).layers[0];
@@ -1271,7 +1271,11 @@ TYPED_TEST(CacheSteps, StepsRefuseWhatTheyCannotDo) {
     world.verify();
   }
   expect_error([&] { cache.evict(exec, id, 0, {Cutoff{}}); }, {"1 cutoffs", "2 heads"});
-  expect_error([&] { cache.evict(exec, id, 0, {{nan_score, 0}, {}}); }, {"not a number"});
+  expect_error(
+      [&] {
+        cache.evict(exec, id, 0, {Cutoff{nan_score, 0}, Cutoff{}});
+      },
+      {"not a number"});
   world.verify();
 }
 

@@ -55,6 +55,16 @@ def in_versions(version, ranges):
     return any(within(one) for one in ranges.split(","))
 
 
+class Prefix(str):
+    """A folder whose attributes are what is in it: prefix.bin.cmake."""
+
+    def __getattr__(self, name):
+        return self.join(name)
+
+    def join(self, name):
+        return Prefix(f"{self}/{name}")
+
+
 class Build:
     """A concrete package: variants of its own, versions and variants of what it depends on."""
 
@@ -63,6 +73,7 @@ class Build:
         self.dependencies = dependencies or {}
         self.compiler = compiler
         self.version = None
+        self.prefix = Prefix("/prefix")
 
     def satisfies(self, text):
         for subject, kind, key, value in parse(text):
@@ -117,6 +128,7 @@ def install():
     class PackageBase(metaclass=Recorder):
         def __init__(self, spec):
             self.spec = spec
+            self.prefix = spec.prefix
 
         def __getitem__(self, name):
             return self.spec[name]

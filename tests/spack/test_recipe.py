@@ -2,12 +2,14 @@
 several versions of Kokkos and CUDA, gives the dependencies, conflicts and CMake options that are
 written down here a second time."""
 
+import contextlib
 import itertools
 import os
 import pathlib
 import re
 import types
 import unittest
+import unittest.mock
 
 import stand_in
 
@@ -245,6 +247,25 @@ class Recipe(unittest.TestCase):
         for flags, backend in (({}, "OpenMP"), ({"openmp": False}, "Serial"), ({"sycl": True}, "SYCL"),
                                ({"cuda": True}, "Cuda"), ({"rocm": True}, "HIP")):
             self.assertIn(f"-DKVZAP_REQUIRE_BACKEND:STRING={backend}", given(**flags))
+
+    def test_installed_examples_build_by_the_generator_of_the_build(self):
+        for generator, name, program in (("make", "gmake", "make"), ("ninja", "ninja", "ninja")):
+            calls = []
+            given = {"join_path": os.path.join, "working_dir": lambda *_, **__: contextlib.nullcontext(),
+                     "get_cmake_prefix_path": lambda package: "/of/kokkos",
+                     "which": lambda path, **_: lambda *arguments: calls.append((path, arguments))}
+            dependencies = {key: stand_in.Build({}) for key in ("cmake", "pkgconfig", name)}
+            for key, dependency in dependencies.items():
+                dependency.prefix = stand_in.Prefix(f"/of/{key}")
+            build = stand_in.Build({"generator": generator, "rocm": False, "cuda": False}, dependencies)
+            with self.subTest(generator=generator), unittest.mock.patch.dict(self.package.test_examples.__globals__, given):
+                self.package(build).test_examples()
+            (cmake, configure), *_ = calls
+            self.assertEqual(cmake, "/of/cmake/bin/cmake")
+            self.assertEqual(configure[2].endswith("Makefiles"), generator == "make")
+            self.assertIn("-DCMAKE_PREFIX_PATH:STRING=/of/kokkos", configure)
+            self.assertIn(f"-DCMAKE_MAKE_PROGRAM:STRING=/of/{name}/bin/{program}", configure)
+            self.assertEqual([os.path.basename(path) for path, _ in calls[2:]], ["prune_own_cache", "ragged_attention"])
 
     def test_repository(self):
         self.assertIn("namespace: kvzap", (REPOSITORY / "repo.yaml").read_text())

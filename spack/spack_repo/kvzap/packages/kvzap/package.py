@@ -155,13 +155,13 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
 
     def test_version(self):
         """the program starts and names what it was built with"""
-        kvzap = which(self.prefix.bin.kvzap)
+        kvzap = which(self.prefix.bin.kvzap, required=True)
         output = kvzap("--version", output=str.split, error=str.split)
         assert "kvzap" in output, output
 
     def test_demo(self):
         """the demo model answers the demo's question from a pruned cache"""
-        kvzap = which(self.prefix.bin.kvzap)
+        kvzap = which(self.prefix.bin.kvzap, required=True)
         with working_dir(join_path(self.prefix.share, "kvzap")):
             output = kvzap("run", "--config", "inputs/demo.toml", output=str.split, error=str.split)
         assert "0507" in output, output
@@ -177,14 +177,21 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
         """installed examples build against the installed package and run"""
         source = join_path(self.prefix.share, "kvzap", "examples")
         # Programs of the build are not in the path of a test.
-        cmake = which(self.spec["cmake"].prefix.bin.cmake)
+        cmake = which(self.spec["cmake"].prefix.bin.cmake, required=True)
+        if self.spec.satisfies("generator=ninja"):
+            generator, make = "Ninja", self.spec["ninja"].prefix.bin.ninja
+        else:
+            generator, make = "Unix Makefiles", self.spec["gmake"].prefix.bin.make
         programs = {"PKG_CONFIG_EXECUTABLE": self.spec["pkgconfig"].prefix.bin.join("pkg-config"),
-                    "CMAKE_MAKE_PROGRAM": self.spec["gmake"].prefix.bin.make}
+                    "CMAKE_MAKE_PROGRAM": make}
         with working_dir("build-examples", create=True):
             cmake(
                 source,
+                "-G",
+                generator,
                 self.define("kvzap_ROOT", self.prefix),
-                self.define("CMAKE_PREFIX_PATH", self.dependency_prefixes()),
+                # As in the build: not /usr, where another Kokkos may be.
+                self.define("CMAKE_PREFIX_PATH", get_cmake_prefix_path(self)),
                 *(self.define(name, path) for name, path in programs.items()),
                 *self.compiler_args(),
             )
@@ -201,8 +208,3 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
         if self.spec.satisfies("+cuda"):
             return [self.define("CMAKE_CXX_COMPILER", self["kokkos"].kokkos_cxx)]
         return []
-
-    def dependency_prefixes(self):
-        """where find_package finds what kvzapConfig.cmake asks for"""
-        dependencies = self.spec.traverse(root=False, deptype=("link", "run"))
-        return [dependency.prefix for dependency in dependencies]

@@ -11,8 +11,9 @@
 # In: KVZAP_COMPONENTS (core, model, engine, lab, server: components whose dependencies to find),
 # KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
 # KVZAP_WITH_PRIVATE (whether to find packages that only the library uses: not needed to link a
-# shared kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_HDF5 (libraries to use
-# if they exist). Out: KVZAP_MISSING, one line that names the missing package, or empty;
+# shared kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_KOKKOS (the only
+# KVZAP_KOKKOS_BUILD to accept, or empty), KVZAP_BUILT_WITH_HDF5 (libraries to use if they exist).
+# Out: KVZAP_MISSING, one line that names the missing package, or empty; KVZAP_KOKKOS_BUILD,
 # KVZAP_HDF5_INCLUDES_MPI.
 
 set(KVZAP_MISSING "")
@@ -38,6 +39,15 @@ function(kvzap_find_kokkos)
     set(version "of the distribution's Trilinos packages")
     set(backends SERIAL)
   endif()
+  # Programs would compile with another Kokkos, but not link.
+  string(REGEX REPLACE "^([0-9]+\\.[0-9]+)\\..*" "\\1" build "${version}")
+  set(build "${build} (${backends})")
+  if(KVZAP_BUILT_WITH_KOKKOS AND NOT build STREQUAL KVZAP_BUILT_WITH_KOKKOS)
+    set(KVZAP_MISSING "Kokkos ${KVZAP_BUILT_WITH_KOKKOS}, with which it was built; found ${build} by \
+${KokkosKernels_DIR}; name the right folders in KokkosKernels_ROOT and Kokkos_ROOT" PARENT_SCOPE)
+    return()
+  endif()
+  set(KVZAP_KOKKOS_BUILD "${build}" PARENT_SCOPE)
   if(NOT TARGET kvzap::kokkos)
     add_library(kvzap::kokkos INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
     target_include_directories(kvzap::kokkos SYSTEM INTERFACE ${includes})

@@ -267,6 +267,23 @@ class Recipe(unittest.TestCase):
             self.assertIn(f"-DCMAKE_MAKE_PROGRAM:STRING=/of/{name}/bin/{program}", configure)
             self.assertEqual([os.path.basename(path) for path, _ in calls[2:]], ["prune_own_cache", "ragged_attention"])
 
+    def test_environments_ask_for_mpi_and_hdf5(self):
+        # A solver that finds no MPI leaves it out of a plain "kvzap" without a word.
+        for folder in ("", "debian"):
+            root = re.search(r"^  - (kvzap.*?)(?:  #|$)", (SOURCE / "spack" / folder / "spack.yaml").read_text(), re.MULTILINE)[1]
+            self.assertIn("+mpi +hdf5", root)
+
+    def test_externals_of_debian_are_new_enough(self):
+        text = (SOURCE / "spack/debian/spack.yaml").read_text()
+        externals = dict(re.findall(r"spec: ([\w-]+)@([\d.]+)", text))
+        compared = set()
+        for kind, (spec, *_), _ in self.package.directives:
+            name, _, versions = spec.partition(" ")[0].partition("@")
+            if kind == "depends_on" and versions and name in externals:
+                compared.add(name)
+                self.assertTrue(stand_in.in_versions(externals[name], versions), spec)
+        self.assertLessEqual({"boost", "cmake", "fmt", "hdf5", "onednn", "python"}, compared)
+
     def test_repository(self):
         self.assertIn("namespace: kvzap", (REPOSITORY / "repo.yaml").read_text())
         self.assertIn("api: v2.0", (REPOSITORY / "repo.yaml").read_text())

@@ -267,11 +267,11 @@ class Recipe(unittest.TestCase):
             self.assertIn(f"-DCMAKE_MAKE_PROGRAM:STRING=/of/{name}/bin/{program}", configure)
             self.assertEqual([os.path.basename(path) for path, _ in calls[2:]], ["prune_own_cache", "ragged_attention"])
 
-    def test_environments_ask_for_mpi_and_hdf5(self):
-        # A solver that finds no MPI leaves it out of a plain "kvzap" without a word.
+    def test_environments_ask_for_what_they_need(self):
+        # Spack leaves MPI or plots out of a plain "kvzap" without a word if it cannot have them.
         for folder in ("", "debian"):
             root = re.search(r"^  - (kvzap.*?)(?:  #|$)", (SOURCE / "spack" / folder / "spack.yaml").read_text(), re.MULTILINE)[1]
-            self.assertIn("+mpi +hdf5", root)
+            self.assertIn("+mpi +hdf5 +plot", root)
 
     def test_externals_of_debian_are_new_enough(self):
         text = (SOURCE / "spack/debian/spack.yaml").read_text()

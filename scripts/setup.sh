@@ -29,14 +29,14 @@ kvzap_wheel_packages=(
   libboost-dev libedit-dev
 )
 kvzap_sanitizer_packages=(clang-14 libclang-rt-14-dev)
-# scripts/arm: a cross compiler and an emulator for the host, and libraries for arm64.
+# scripts/arm and scripts/wheel --arm: a cross compiler and an emulator for the host, and libraries for arm64.
 kvzap_arm_packages=(g++-aarch64-linux-gnu qemu-user cmake ninja-build pkg-config)
 kvzap_arm_libraries=(
   libtrilinos-kokkos-dev libtrilinos-kokkos-kernels-dev
   libhdf5-dev
   libopenblas-dev libdnnl-dev
   libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libfmt-dev libpcre2-dev libutf8proc-dev
-  libboost-dev libgtest-dev
+  libboost-dev libedit-dev libgtest-dev python3-dev
 )
 
 # kvzap_install PACKAGE...: installs missing packages, or prints the command that does and stops.

@@ -238,7 +238,7 @@ TEST(OpenApi, EveryFieldMayBeNullOrIsRequired) {
     const bool is_chat = endpoint == Endpoint::chat;
     const Json schema = schema_of(is_chat ? "ChatRequest" : "CompletionRequest");
     for (const auto& [name, field] : schema["properties"].items()) {
-      const bool is_required = name == schema["required"][0];
+      const bool is_required = schema["required"][0].get<std::string>() == name;
       EXPECT_EQ(refused(endpoint, name, nullptr), is_required ? name : "") << name;
     }
   }

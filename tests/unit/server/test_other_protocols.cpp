@@ -27,7 +27,7 @@ std::vector<OrderedJson> events_of(const std::string& stream) {
     const std::size_t data = event.find("\ndata: ");
     EXPECT_EQ(event.rfind("event: ", 0), 0U) << event;
     events.push_back(parsed(event.substr(data + 7)));
-    EXPECT_EQ(event.substr(7, data - 7), events.back().at("type"));
+    EXPECT_EQ(event.substr(7, data - 7), events.back().at("type").get<std::string>());
   }
   return events;
 }

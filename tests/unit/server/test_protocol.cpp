@@ -477,7 +477,7 @@ TEST(Protocol, RepliesHaveCallsAndThoughts) {
     EXPECT_EQ(call.contains("id"), arguments.empty() && &call == &calls[0]);
     arguments += call["function"]["arguments"].get_ref<const std::string&>();
   }
-  EXPECT_EQ(arguments, first["function"]["arguments"]);
+  EXPECT_EQ(arguments, first["function"]["arguments"].get<std::string>());
   EXPECT_EQ(reasons, Json({"tool_calls"}));
 }
 

@@ -174,14 +174,14 @@ KVZAP_BODY void encode_floats_of_4_bits(const float* values, BlockTarget target)
   }
   const float scale =
       base::bits_float(exponent == 0 ? 0x00400000u : static_cast<std::uint32_t>(exponent) << 23);
+  // (GCC 14 loses a list of initializers within the loop.)
+  constexpr float borders[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
   std::uint8_t codes[encoded_values];
 #pragma omp simd
   for (int i = 0; i < encoded_values; ++i) {
     const float size = values[i] < 0 ? -values[i] : values[i];
     int code = 0;
-    for (const float border : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f}) {
-      code += size > border * scale ? 1 : 0;
-    }
+    for (const float border : borders) code += size > border * scale ? 1 : 0;
     codes[i] = static_cast<std::uint8_t>(code > 0 && values[i] < 0 ? code + 8 : code);
   }
   *target = static_cast<std::uint8_t>(exponent);

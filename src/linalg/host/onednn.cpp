@@ -138,10 +138,12 @@ void execute(const Primitive& primitive, const Product& p) {
 /// y, or of x and y. (oneDNN 2.6 has fast kernels for packed weights only with contiguous rows of
 /// y.)
 Plan make_plan(const Product& p) {
-  Plan as_it_is{make_primitive(p)};
-  if (as_it_is.primitive.is_fast) return as_it_is;
   Product compact = p;
   compact.y_stride = p.n;
+  // oneDNN 3.7 takes the rows of a y of one column for contiguous.
+  const bool is_spaced_column = p.n == 1 && p.y_stride != 1;
+  Plan as_it_is{make_primitive(is_spaced_column ? compact : p), false, is_spaced_column};
+  if (as_it_is.primitive.is_fast) return as_it_is;
   for (const std::int64_t x_stride : {p.x_stride, p.k}) {
     compact.x_stride = x_stride;
     Plan plan{make_primitive(compact), x_stride != p.x_stride, compact.y_stride != p.y_stride};

@@ -34,6 +34,10 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 # Tests start more ranks than there are cores; some of Kokkos' backends warn about this.
 os.environ["KOKKOS_DISABLE_WARNINGS"] = "1"
+# Open MPI 4 makes a folder for each host and user when it starts and removes it at its end. Two starts at once can fail
+# ("mkdir … File exists"), so each test process has its own place for it.
+SESSIONS = tempfile.TemporaryDirectory(prefix="kvzap-mpi-", ignore_cleanup_errors=True)
+os.environ["OMPI_MCA_orte_tmpdir_base"] = SESSIONS.name
 
 
 class Result:

@@ -56,7 +56,7 @@ class Release(unittest.TestCase):
         self.assertEqual(document["packages"][0]["checksums"][0]["checksumValue"],
                          release.hashlib.sha256(b"sources").hexdigest())
 
-    @unittest.skipUnless(shutil.which("gpg"), "needs gpg")
+    @unittest.skipUnless(shutil.which("gpg") and shutil.which("gpg-agent"), "needs gpg and its agent")
     def test_signature(self):
         with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict("os.environ", GNUPGHOME=folder):
             gpg = ["gpg", "--quiet", "--batch", "--pinentry-mode", "loopback", "--passphrase", ""]

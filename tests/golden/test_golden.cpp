@@ -144,7 +144,8 @@ TEST_P(Golden, TokenizerGivesTheReferenceIds) {
     EXPECT_EQ(tokenizer.encode(item["question"].get<std::string>() + parts.suffix),
               ids(file, "question_ids"));
     for (const auto& [run, content] : item["runs"].items()) {
-      EXPECT_EQ(tokenizer.decode(ids(file, run + ".generated")), content["text"]) << run;
+      EXPECT_EQ(tokenizer.decode(ids(file, run + ".generated")), content["text"].get<std::string>())
+          << run;
     }
   }
 }

@@ -654,8 +654,8 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
       message.find(' ') == is + 1) {
     return message.erase(is, 1);
   }
-  // "--question: 1 required TEXT missing", "--window: At Most 1 required but received 2" ("At most"
-  // from CLI11 2.5 on)
+  // "--question: 1 required TEXT missing", "--window: At Most 1 required but received 2", where
+  // CLI11 2.6 writes "At most 1"
   const auto colon = message.find(": ");
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) && colon != std::string::npos) {
     const std::string flag = message.substr(0, colon);

@@ -36,7 +36,7 @@ KVZAP_BODY bool largest_of_blocks_body(const float* logits, std::size_t count, f
       nan |= logits[i] != logits[i] ? 1u : 0u;
       some |= logits[i] > none ? 1u : 0u;
     }
-    // A maximum of OpenMP begins with the least finite number, as Clang takes it.
+    // Clang begins OpenMP's maximum with the least finite number.
     most[b] = some != 0 ? largest : none;
     any_nan |= nan;
   }

@@ -119,7 +119,7 @@ void add_by_settings(const SentencePieceFile& file, const std::vector<std::strin
   tokenizer["pre_tokenizer"] =
       splits.empty() ? json() : sequence_of_pre_tokenizers(std::move(splits));
 
-  // (Clang takes = {one} for a copy of it.)
+  // Clang would copy the element of = {element}, and GCC make an array of it.
   json decoders = json::array({replace_text(space_mark, " ")});
   if (file.byte_fallback) decoders.push_back({{"type", "ByteFallback"}});
   if (file.adds_space || file.byte_fallback) decoders.push_back({{"type", "Fuse"}});

@@ -85,6 +85,8 @@ kvzap_install_pages(${KVZAP_DATA_DIR} data "${kvzap_data_pages}"
                     "examples=examples|inputs=inputs|${kvzap_page_places}")
 
 if(KVZAP_ENABLE_DRIVERS)
+  install(TARGETS kvzap_program EXPORT kvzap_program ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development)
+  install(EXPORT kvzap_program NAMESPACE kvzap:: FILE kvzap_program.cmake DESTINATION ${config_dir} COMPONENT development)
   install(TARGETS kvzap_driver RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT runtime)
   # The path from the command to its package is relative, so that the prefix can be moved.
   set(plot_package ${KVZAP_DATA_DIR}/plot)

@@ -13,10 +13,11 @@ from . import _threads, plot  # _threads loads the engine
 from ._errors import Error, OutOfMemory, PruningError
 from ._evaluate import Evaluation, evaluate
 from ._kvpress import Press, from_press, press
-from ._kvzap import PolicyLayer, Pruning, ScorePolicy
+from ._kvzap import PolicyLayer, Pruning, ScorePolicy, add_policy
 from ._llm import LLM, Session
 from ._report import Report
 from ._samples import Sample, recall_samples
+from ._serve import serve
 from ._snapshot import Snapshot, open_snapshot
 from ._version import __version__
 
@@ -25,8 +26,8 @@ if _TYPE_CHECKING:
     from ._transformers import Cache
 
 __all__ = ["LLM", "Cache", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Press", "Pruning", "PruningError",
-           "Report", "Sample", "ScorePolicy", "Session", "Snapshot", "evaluate", "from_press", "open_snapshot", "plot", "press",
-           "recall_samples", "train_end_to_end"]
+           "Report", "Sample", "ScorePolicy", "Session", "Snapshot", "add_policy", "evaluate", "from_press", "open_snapshot", "plot",
+           "press", "recall_samples", "serve", "train_end_to_end"]
 
 
 def __getattr__(name: str) -> object:

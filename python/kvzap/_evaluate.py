@@ -101,6 +101,10 @@ class _Settings:
         if isinstance(policy, str):
             if "\0" in policy:
                 raise ValueError(f"{place}: {policy!r} has a NUL character; expected a policy's text")
+            added = re.split(r"[:+@]", policy)[0].strip()
+            if added in _kvzap._added_policies():
+                raise ValueError(f"{place}: {added} is a function that add_policy named; expected the function itself, or a "
+                                 "ScorePolicy, so that a continuation knows whether it is the same")
             self.entries.append(policy)
         elif isinstance(policy, Pruning):
             name = str(policy) if not str(policy).startswith("@") else f"kvzap{policy}"  # of a surrogate alone

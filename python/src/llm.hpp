@@ -56,5 +56,6 @@ void bind_policy(nb::module_& module);
 void bind_llm(nb::module_& module);
 void bind_external_cache(nb::module_& module);
 void bind_evaluate(nb::module_& module);
+void bind_serve(nb::module_& module);
 
 }  // namespace kvzap::python

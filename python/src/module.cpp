@@ -16,6 +16,7 @@ NB_MODULE(_kvzap, module) {
   python::bind_external_cache(module);
 #if KVZAP_HAVE_DRIVERS
   python::bind_evaluate(module);
+  python::bind_serve(module);
 #endif
   // A ScorePolicy may be in a cycle with the function that refers to it.
   nanobind::set_leak_warnings(false);

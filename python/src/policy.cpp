@@ -7,7 +7,9 @@
 #include <kvzap/engine/policies.hpp>
 #include <kvzap/engine/policy.hpp>
 #include <kvzap/engine/pruning.hpp>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -80,6 +82,20 @@ class FunctionPolicy final : public Policy {
   }
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     const auto host = Kokkos::create_mirror_view(scores);
+    try {
+      score_heads(layer, host);
+    } catch (const AgreedError& error) {  // see FailuresAsTexts
+      throw AgreedError("policy " + m_name + ": " + error.what());
+    }
+    Kokkos::deep_copy(layer.exec(), scores, host);
+    layer.exec().fence();
+  }
+
+ private:
+  using Scores = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+  template <class Host>
+  void score_heads(PolicyLayer& layer, const Host& host) const {
     with_interpreter([&] {
       const nb::object seen = nb::cast(Layer(layer, m_recent > 0));
       const auto end = [&] { nb::cast<Layer&>(seen).end(); };
@@ -91,12 +107,7 @@ class FunctionPolicy final : public Policy {
       }
       end();
     });
-    Kokkos::deep_copy(layer.exec(), scores, host);
-    layer.exec().fence();
   }
-
- private:
-  using Scores = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
   template <class Host>
   void call(const nb::object& seen, PolicyLayer& layer, int head, const Host& host) const {
@@ -172,6 +183,14 @@ std::optional<T> optional_of(const nb::object& given, const char* name, const ch
   return as<T>(given, name, expected);
 }
 
+/// Returns the argument `recent`. Raises ValueError.
+std::int64_t recent_of(const nb::object& given) {
+  const auto recent = as<std::int64_t>(given, "recent", "a whole number");
+  if (recent >= 0) return recent;
+  throw nb::value_error(
+      ("recent is " + std::to_string(recent) + "; expected 0 or more queries").c_str());
+}
+
 ScorePolicy score_policy(const nb::object& given, const nb::object& name,
                          const nb::object& given_evict_ratio, const nb::object& given_keep_tokens,
                          const nb::object& given_threshold, const nb::object& window,
@@ -182,12 +201,8 @@ ScorePolicy score_policy(const nb::object& given, const nb::object& name,
   const auto keep_tokens =
       optional_of<std::int64_t>(given_keep_tokens, "keep_tokens", "a whole number");
   const auto threshold = optional_of<double>(given_threshold, "threshold", "a number");
-  const auto recent = as<std::int64_t>(given_recent, "recent", "a whole number");
+  const std::int64_t recent = recent_of(given_recent);
   const auto by_token = as<bool>(given_by_token, "by_token", "True or False");
-  if (recent < 0) {
-    throw nb::value_error(
-        ("recent is " + std::to_string(recent) + "; expected 0 or more queries").c_str());
-  }
   if (evict_ratio.has_value() + keep_tokens.has_value() + threshold.has_value() != 1) {
     throw nb::value_error("expected one of evict_ratio, keep_tokens and threshold");
   }
@@ -214,6 +229,61 @@ ScorePolicy score_policy(const nb::object& given, const nb::object& name,
   if (threshold) policy.pruning.threshold(*threshold);
   check(policy.pruning);
   return policy;
+}
+
+/// A policy that the program's texts name, and the function that it calls now.
+struct NamedFunction {
+  std::shared_ptr<nb::object> function;
+  std::int64_t recent = 0;
+  bool by_token = false;
+};
+
+/// All of them. Never freed: the list of policies outlives the interpreter.
+std::map<std::string, NamedFunction>& named_functions() {
+  static auto& all = *new std::map<std::string, NamedFunction>;
+  return all;
+}
+std::mutex& named_functions_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+std::unique_ptr<Policy> make_named(const std::string& name) {
+  const std::lock_guard<std::mutex> guard(named_functions_mutex());
+  const NamedFunction& named = named_functions().at(name);
+  return std::make_unique<FunctionPolicy>(named.function, name, named.recent);
+}
+
+std::string add_policy(const nb::object& given, const nb::object& given_name,
+                       const nb::object& given_recent, const nb::object& given_by_token) {
+  const auto function = as<nb::callable>(given, "function", "a function");
+  const std::string name = given_name.is_none() ? name_of(function, given_name)
+                                                : as<std::string>(given_name, "name", "a name");
+  NamedFunction named{held(function), recent_of(given_recent),
+                      as<bool>(given_by_token, "by_token", "True or False")};
+  const EngineLock lock(Wait::interruptibly);  // no engine reads the list
+  const nb::gil_scoped_acquire acquire;        // nor does Python
+  const std::lock_guard<std::mutex> guard(named_functions_mutex());
+  const auto found = named_functions().find(name);
+  if (found != named_functions().end()) {
+    if (found->second.recent != named.recent || found->second.by_token != named.by_token) {
+      throw Error("the policy " + name +
+                  " has another recent or by_token; expected those, or another name");
+    }
+    std::swap(found->second, named);
+    return name;
+  }
+  PolicyInfo info;
+  info.name = name;
+  info.paper = "a function of Python";
+  info.judges_tokens = named.by_token;
+  info.scores_parts = named.recent == 0;
+  info.make = [name](const PolicyArguments&, const PolicySetup&) -> PolicyMaker {
+    return [name] { return make_named(name); };
+  };
+  kvzap::add_policy(std::move(info));
+  named_functions().emplace(name, std::move(named));
+  return name;
 }
 
 /// What pickle and copy make a ScorePolicy of: a function of its function.
@@ -347,6 +417,25 @@ void bind_score_policy(nb::module_& module) {
 void bind_policy(nb::module_& module) {
   bind_layer(module);
   bind_score_policy(module);
+  module.def("add_policy", &add_policy, nb::arg("function").none(), nb::arg("name") = nb::none(),
+             nb::kw_only(), nb::arg("recent").none() = 0, nb::arg("by_token").none() = false,
+             nb::sig("def add_policy(function: collections.abc.Callable[[PolicyLayer, int], "
+                     "object], name: str | None = None, *, recent: int = 0, by_token: bool = "
+                     "False) -> str"),
+             "Gives a function a name that texts of policies take in this process, in LLM, Cache, "
+             "`press` and `serve` and in requests to it: "
+             "LLM(model, \"value_norm@evict-ratio=0.5@decode-every=128\").\n"
+             "function, recent, by_token: as of `ScorePolicy`.\n"
+             "name: letters, digits, _ and -; None: the function's own.\n"
+             "Returns the name. A later call with the same name replaces the function for models "
+             "and requests that follow. Raises kvzap.Error for the name of another policy, and "
+             "unless recent and by_token are those of before.");
+  module.def("_added_policies", [] {
+    const std::lock_guard<std::mutex> guard(named_functions_mutex());
+    nb::list names;
+    for (const auto& [name, named] : named_functions()) names.append(name);
+    return names;
+  });
 }
 
 }  // namespace kvzap::python

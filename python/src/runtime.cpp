@@ -175,6 +175,26 @@ std::exception_ptr& failure_of_callback() {
   return failure;
 }
 
+namespace {
+thread_local bool are_failures_texts = false;
+}
+
+FailuresAsTexts::FailuresAsTexts() { are_failures_texts = true; }
+FailuresAsTexts::~FailuresAsTexts() { are_failures_texts = false; }
+
+void fail_callback() {
+  if (!are_failures_texts) {
+    failure_of_callback() = std::current_exception();
+    throw Error("a callback has failed");
+  }
+  try {
+    throw;
+  } catch (const nb::python_error& error) {
+    const std::string type = nb::type_name(error.type()).c_str();
+    throw AgreedError(type + ": " + nb::str(error.value()).c_str());  // of the only rank
+  }
+}
+
 void check_signals() {
   using Clock = std::chrono::steady_clock;
   static thread_local Clock::time_point last;

@@ -134,6 +134,20 @@ class Held {
 /// The exception of Python that ended a callback on this thread, if any.
 std::exception_ptr& failure_of_callback();
 
+/// While it exists, exceptions of callbacks on this thread become AgreedErrors with their text, so
+/// that a server of one rank goes on.
+class FailuresAsTexts {
+ public:
+  FailuresAsTexts();
+  ~FailuresAsTexts();
+  FailuresAsTexts(const FailuresAsTexts&) = delete;
+  FailuresAsTexts& operator=(const FailuresAsTexts&) = delete;
+};
+
+/// Keeps the exception that is being handled, for in_engine, and throws Error in its place. Needs
+/// the interpreter's lock.
+[[noreturn]] void fail_callback();
+
 /// Runs work() with the interpreter's lock, in a callback of the engine. An exception of Python
 /// ends the engine's call, and in_engine throws it in place of the engine's error.
 template <class Work>
@@ -142,9 +156,8 @@ auto with_interpreter(const Work& work) {
   try {
     return work();
   } catch (...) {
-    failure_of_callback() = std::current_exception();
+    fail_callback();
   }
-  throw Error("a callback has failed");
 }
 
 /// Returns the result of work(), which runs under an EngineLock.

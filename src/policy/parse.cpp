@@ -65,10 +65,10 @@ std::vector<std::string> names_of(const Infos& infos) {
   return names;
 }
 
-template <class Info>
-const Info* find(const std::vector<Info>& infos, std::string_view name) {
+template <class Infos>
+auto find(const Infos& infos, std::string_view name) -> const typename Infos::value_type* {
   const auto found =
-      std::find_if(infos.begin(), infos.end(), [&](const Info& info) { return info.name == name; });
+      std::find_if(infos.begin(), infos.end(), [&](const auto& info) { return info.name == name; });
   return found == infos.end() ? nullptr : &*found;
 }
 

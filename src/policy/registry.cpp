@@ -5,11 +5,18 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string_view>
+#include <utility>
+
+#include "files/ascii.hpp"
+#include "files/json_field.hpp"
 
 namespace kvzap {
+namespace {
 
-const std::vector<PolicyInfo>& policies() {
-  static const std::vector<PolicyInfo> all = {
+// A deque, because texts of policies point to their entries.
+std::deque<PolicyInfo>& all_policies() {
+  static std::deque<PolicyInfo> all = {
       policy::knorm(),
       policy::random(),
       policy::streaming_llm(),
@@ -39,6 +46,36 @@ const std::vector<PolicyInfo>& policies() {
       policy::kvzip_plus(),
   };
   return all;
+}
+
+bool is_name(std::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
+    return files::is_letter_or_digit(c) || c == '_' || c == '-';
+  });
+}
+
+template <class Infos>
+bool has_name(const Infos& infos, std::string_view name) {
+  return std::any_of(infos.begin(), infos.end(),
+                     [&](const auto& info) { return info.name == name; });
+}
+
+}  // namespace
+
+const std::deque<PolicyInfo>& policies() { return all_policies(); }
+
+void add_policy(PolicyInfo info) {
+  if (!is_name(info.name)) {
+    throw Error(fmt::format("the name of a policy is {}; expected letters, digits, _ and -",
+                            files::abbreviated(info.name)));
+  }
+  if (info.name == "none" || has_name(policies(), info.name) || has_name(modifiers(), info.name)) {
+    throw Error(fmt::format("the policy {} exists; expected another name", info.name));
+  }
+  if (!info.make && !info.set_up) {
+    throw Error(fmt::format("the policy {} has no function that makes it", info.name));
+  }
+  all_policies().push_back(std::move(info));
 }
 
 const std::vector<ModifierInfo>& modifiers() {

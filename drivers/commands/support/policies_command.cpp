@@ -15,18 +15,18 @@ namespace {
 using nlohmann::ordered_json;
 using Kind = PolicyParameter::Kind;
 
-template <class Info>
-const Info* find(const std::vector<Info>& infos, const std::string& name) {
+template <class Infos>
+auto find(const Infos& infos, const std::string& name) -> const typename Infos::value_type* {
   const auto found =
-      std::find_if(infos.begin(), infos.end(), [&](const Info& info) { return info.name == name; });
+      std::find_if(infos.begin(), infos.end(), [&](const auto& info) { return info.name == name; });
   return found == infos.end() ? nullptr : &*found;
 }
 
-template <class Info>
-std::vector<std::string> names_of(const std::vector<Info>& infos) {
+template <class Infos>
+std::vector<std::string> names_of(const Infos& infos) {
   std::vector<std::string> names;
   names.reserve(infos.size());
-  for (const Info& info : infos) names.push_back(info.name);
+  for (const auto& info : infos) names.push_back(info.name);
   return names;
 }
 

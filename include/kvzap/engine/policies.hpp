@@ -1,6 +1,7 @@
 // The list of policies and modifiers, and the parser of the text that names them.
 #pragma once
 
+#include <deque>
 #include <filesystem>
 #include <kvzap/core/head_partition.hpp>
 #include <kvzap/engine/budget.hpp>
@@ -41,7 +42,8 @@ ChoiceChange with_values(Change change) {
       };
 }
 
-/// A policy as `kvzap policies` lists it: one file of src/policy and one line in policies().
+/// A policy as `kvzap policies` lists it: one file of src/policy and one line of registry.cpp, or
+/// one that a program adds by add_policy.
 struct PolicyInfo {
   std::string name;
   std::string paper;    // "SnapKV, arXiv 2404.14469"
@@ -113,8 +115,14 @@ struct PolicyInfo {
   void set_up_after_make(ChoiceChange change);
 };
 
-/// Returns all policies, in the order of `kvzap policies`.
-const std::vector<PolicyInfo>& policies();
+/// Returns all policies, in the order of `kvzap policies`: kvzap's own, then those of add_policy.
+const std::deque<PolicyInfo>& policies();
+
+/// Adds a policy of one's own to policies(). Texts of policies, options of the program and requests
+/// to the server then name it as they name the others. Call it before other threads use kvzap.
+/// Throws Error if its name is taken or has other characters than letters, digits, _ and -, or if
+/// it has neither `make` nor `set_up`.
+void add_policy(PolicyInfo info);
 
 /// Learns the tables of a policy from texts, before its first sequence. kvzap::learn_from_texts
 /// runs the texts.

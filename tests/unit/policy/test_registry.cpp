@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <functional>
+#include <kvzap/engine/pruning.hpp>
 #include <memory>
 #include <optional>
 #include <random>
@@ -56,6 +58,51 @@ void check_parameters(const std::string& name, const std::vector<PolicyParameter
     if (parameter.optional || parameter.kind == Kind::file) continue;
     EXPECT_FALSE(parameter.standard.empty());
   }
+}
+
+PolicyInfo own_policy(const std::string& name) {
+  PolicyInfo info;
+  info.name = name;
+  info.parameters = policies().front().parameters;
+  info.make = policies().front().make;
+  return info;
+}
+
+std::string refusal_of(PolicyInfo info) {
+  try {
+    add_policy(std::move(info));
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(PolicyList, RefusesNamesThatAreTakenOrCannotBeWritten) {
+  for (const char* name : {"snapkv", "ada", "none"}) {
+    EXPECT_NE(refusal_of(own_policy(name)).find("exists"), std::string::npos) << name;
+  }
+  for (const char* name : {"", "a+b", "a:b", "a@b", "a b"}) {
+    EXPECT_NE(refusal_of(own_policy(name)).find("expected letters"), std::string::npos) << name;
+  }
+  PolicyInfo unmade = own_policy("unmade");
+  unmade.make = nullptr;
+  EXPECT_NE(refusal_of(unmade).find("no function"), std::string::npos);
+  EXPECT_EQ(PolicyText("unmade").info(), nullptr);
+}
+
+// In a process of its own, because the list keeps what is added.
+TEST(PolicyList, TakesPoliciesOfOthers) {
+  const auto adds = [] {
+    const Pruning before = Pruning::parse("snapkv+ada@evict-ratio=0.5");
+    const PolicyInfo* const first = &policies().front();
+    for (int i = 0; i < 100; ++i) add_policy(own_policy("own-" + std::to_string(i)));
+    const Pruning own = Pruning::parse("own-7+ada@evict-ratio=0.5@decode-every=4@decode-keep=8");
+    const bool is_right = own.info() && own.info()->name == "own-7" &&
+                          before.info()->name == "snapkv" && first == &policies().front() &&
+                          !refusal_of(own_policy("own-7")).empty();
+    std::_Exit(is_right ? 0 : 1);
+  };
+  EXPECT_EXIT(adds(), testing::ExitedWithCode(0), "");
 }
 
 TEST(PolicyList, SaysWhatEachIs) {

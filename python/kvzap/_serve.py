@@ -1,0 +1,74 @@
+"""The server of `kvzap serve` in this process."""
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from . import _kvzap
+from ._errors import Error
+from ._flags import flags, named, path
+from ._kvpress import Press, from_press, is_press
+from ._kvzap import Pruning, ScorePolicy, add_policy
+
+if TYPE_CHECKING:
+    from ._flags import Path
+
+
+def _policy_text(policy: Any) -> str:
+    """The text of --policy. A function gets its name in this process."""
+    if isinstance(policy, Press):
+        policy = policy.pruning
+    elif is_press(policy):
+        policy = from_press(policy)
+    if isinstance(policy, ScorePolicy):
+        recent, by_token = policy._kind
+        name = add_policy(policy.function, policy.name, recent=recent, by_token=by_token)
+        return f"{name}@{str(policy).partition('@')[2]}"
+    if isinstance(policy, (str, Pruning)):
+        return str(policy)
+    raise TypeError("policy: expected a text, a Pruning, a ScorePolicy or a press, found "
+                    f"{type(policy).__name__}")
+
+
+def serve(model: Path, policy: str | Pruning | ScorePolicy | Press | None = None, **options: object) -> None:
+    """Serves a model over HTTP in this process, as `kvzap serve` does, until a signal such as Ctrl-C.
+
+        def value_norm(layer, head):
+            return np.abs(layer.values(head)).sum(axis=1)
+
+        kvzap.add_policy(value_norm)                   # requests may name it, as "kvzap": {"policy": "value_norm"}
+        kvzap.serve("Qwen3-8B", "snapkv@evict-ratio=0.5", port=8000)
+
+    model: folder or GGUF file
+    policy: of requests that name none: a text such as "snapkv+ada@evict-ratio=0.5", a `Pruning`, a `ScorePolicy` or a
+        press; None: the full cache
+    options: those of `kvzap serve --help`, with underscores: host="0.0.0.0", port=8000, kv_memory="8GB", ...
+
+    The address and the log go to standard error. The first signal lets running requests end, a second one cuts them
+    off. Other calls of kvzap in this process wait meanwhile. A function that raises fails its request alone, whose
+    answer has the error's text. Sets the number of threads of the process.
+
+    Raises kvzap.Error for bad options; RuntimeError on another thread than the main one, which alone gets signals;
+    TypeError for another policy; ValueError for prefix_store beside functions, of which a store knows nothing.
+    """
+    if not hasattr(_kvzap, "_serve"):
+        raise Error("serve: this package is built without the commands of kvzap (KVZAP_ENABLE_DRIVERS)")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("serve runs on the main thread, which gets signals; expected no other thread")
+    for name in ("help", "version"):
+        if options.pop(name, None):
+            raise TypeError(f"serve: {name} is an option of the program alone")
+    text = None if policy is None else _policy_text(policy)
+    if options.get("prefix_store") and _kvzap._added_policies():
+        raise ValueError("serve: prefix_store has states of policies by their names, and functions change; expected no "
+                         f"prefix_store beside {', '.join(_kvzap._added_policies())}")
+    others = flags(options)
+    model = path(model, "model")
+    command = ["serve", "-m", model, *([] if text is None else [f"--policy={text}"]), *others]
+    values = [model, *([] if text is None else [text]), *(one.partition("=")[2] for one in others)]
+    try:
+        _kvzap._serve(command, lambda message: warnings.warn(named(message, values), stacklevel=3))
+    except Error as error:
+        error.args = (named(str(error), values), *error.args[1:])
+        raise

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <numeric>
 
 #include "base/host_threads.hpp"
 #include "base/scratch.hpp"
@@ -142,6 +144,18 @@ void mean_similarity(const ExecutionSpace& exec, const ConstMatrix& units,
       });
 }
 
+// The largest importance near row r.
+KOKKOS_INLINE_FUNCTION float pooled(const RowVector& importance, std::int64_t r, std::int64_t rows,
+                                    std::int64_t reach) {
+  const std::int64_t begin = r < reach ? 0 : r - reach;
+  const std::int64_t end = r + reach < rows ? r + reach + 1 : rows;
+  float most = importance(begin);
+  for (std::int64_t i = begin + 1; i < end; ++i) {
+    if (importance(i) > most) most = importance(i);
+  }
+  return most;
+}
+
 // scores(r) = lambda * the largest importance near r - (1 - lambda) * redundancy(r)
 void join_scores(const ExecutionSpace& exec, const RowVector& importance,
                  const RowVector& exponentials, const RowVector& factor, std::int64_t reach,
@@ -159,6 +173,64 @@ void join_scores(const ExecutionSpace& exec, const RowVector& importance,
       });
 }
 
+void pool(const ExecutionSpace& exec, const RowVector& importance, std::int64_t reach,
+          const RowVector& scores) {
+  const auto rows = static_cast<std::int64_t>(scores.extent(0));
+  Kokkos::parallel_for(
+      "kvzap::r_kv::pool", RowRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t r) { scores(r) = pooled(importance, r, rows, reach); });
+}
+
+/// Returns the fewest rows whose importance is at least `mass` of the sum, in the order of their
+/// positions; of equal rows the older ones.
+std::vector<std::int64_t> most_important(const std::vector<float>& importance, double mass) {
+  std::vector<std::int64_t> rows(importance.size());
+  std::iota(rows.begin(), rows.end(), std::int64_t{0});
+  const auto rank = [&](std::int64_t r) {  // a NaN keeps its row
+    return std::isnan(importance[r]) ? std::numeric_limits<float>::infinity() : importance[r];
+  };
+  std::stable_sort(rows.begin(), rows.end(),
+                   [&](std::int64_t a, std::int64_t b) { return rank(a) > rank(b); });
+  const double all = std::accumulate(importance.begin(), importance.end(), 0.0);
+  double sum = 0;
+  std::size_t count = 0;
+  while (count < rows.size() && !(sum >= mass * all && count > 0)) sum += importance[rows[count++]];
+  rows.resize(count);
+  std::sort(rows.begin(), rows.end());
+  return rows;
+}
+
+// means(r) = mean over the rows of the cosine with row r, which counts 0 for itself
+void mean_cosines(const ExecutionSpace& exec, const ConstMatrix& units,
+                  const ColumnSums::Sums& directions, const RowVector& means) {
+  const auto rows = static_cast<std::int64_t>(units.extent(0));
+  const auto dim = static_cast<std::int64_t>(units.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::r_kv::means", RowRange(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t r) {
+        double sum = 0;
+        for (std::int64_t d = 0; d < dim; ++d) {
+          const double x = units(r, d);
+          sum += x * (directions(d) - x);
+        }
+        means(r) = static_cast<float>(sum / static_cast<double>(rows));
+      });
+}
+
+// likeness(begin + i) += factor * sum of the cosines(i, :) that are at least the row's mean;
+// `begins` replaces the old value.
+void add_likeness(const ExecutionSpace& exec, const Matrix& cosines, std::int64_t begin,
+                  const RowVector& means, float factor, bool begins, const RowVector& likeness) {
+  const auto columns = static_cast<std::int64_t>(cosines.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::r_kv::likeness", RowRange(exec, 0, cosines.extent(0)), KOKKOS_LAMBDA(std::int64_t i) {
+        float sum = 0;
+        for (std::int64_t c = 0; c < columns; ++c) {
+          sum += cosines(i, c) < means(begin + i) ? 0 : cosines(i, c);
+        }
+        likeness(begin + i) = factor * sum + (begins ? 0.0f : likeness(begin + i));
+      });
+}
+
 struct RKvParameters : PolicyParameters {
   std::int64_t window = integer("window", 8, {1, 256}, "newest tokens whose queries count");
   std::int64_t kernel = integer("kernel", 7, {1, 1 << 20}, "number of rows that are pooled; odd");
@@ -166,6 +238,10 @@ struct RKvParameters : PolicyParameters {
   double similarity = number("similarity", 0.5, {-1, 1}, "cosine above which two keys are similar");
   std::int64_t retained =
       integer("retained", 1, {0, 64}, "newest similar rows that do not count as redundant");
+  double mass =
+      number("mass", 0, {0, 1},
+             "share of the attention that rows hold which stay for it; the others stay by "
+             "diversity; 0: R-KV's own sum");
 };
 
 /// R-KV (Cai et al., arXiv 2505.24133): keeps rows that are important and not redundant, for long
@@ -180,6 +256,14 @@ struct RKvParameters : PolicyParameters {
 /// the newest `retained` ones have S(i, j) = 0: one of similar rows stays. The window's own rows
 /// have the layer's largest score + 1. The paper's buffer of generated tokens is the decode cadence
 /// (Pruning::DecodeCuts; 128 in the paper).
+///
+/// With `mass` it is Adaptive R-KV (OpenVINO GenAI 2026, for blocks of tokens; here for rows). The
+/// fewest rows E before the window whose I sum up to that share stay first, by I. The others
+/// follow, those first that are least like E:
+///
+///   s(r) = -2 - mean over i in E of (S(r, i) if S(r, i) >= mean_j S(r, j), else 0)
+///
+/// Its cost is 2 n |E| head_dim operations, its memory a copy of E's keys.
 ///
 /// Shapes: keys (n, head_dim) and queries (window, query heads, head_dim) of each head. Cost: 2
 /// window n head_dim operations per query head. The sum of S takes O(n head_dim). The newest
@@ -212,7 +296,13 @@ class RKv final : public Policy {
       if (before == 0) continue;
       const PolicyLayer::RowsView keys = layer.keys(h);
       find_importance(layer, h, window, keys, before);
-      find_redundancy(layer.exec(), layer.extents().has_latents ? layer.values(h) : keys);
+      const PolicyLayer::RowsView compared = layer.extents().has_latents ? layer.values(h) : keys;
+      find_units(layer.exec(), compared);
+      if (m_parameters.mass > 0) {
+        find_diversity(layer.exec(), before, compared.extent(1), scores_of(scores, h, 0, before));
+        continue;
+      }
+      find_redundancy(layer.exec(), compared);
       join_scores(layer.exec(), m_scratch.importance, m_scratch.similarity, m_scratch.factors,
                   m_parameters.kernel / 2, static_cast<float>(m_parameters.lambda),
                   scores_of(scores, h, 0, before));
@@ -255,18 +345,89 @@ class RKv final : public Policy {
     }
   }
 
+  void find_units(const ExecutionSpace& exec, const PolicyLayer::RowsView& keys) {
+    Scratch& s = m_scratch;
+    base::reserve_scratch(s.inverse, keys.extent(0), "kvzap::r_kv::norms");
+    base::reserve_scratch(s.units, keys.size(), "kvzap::r_kv::units");
+    inverse_norms(exec, keys, s.inverse);
+    unit_keys(exec, keys, s.inverse, Matrix(s.units.data(), keys.extent(0), keys.extent(1)));
+  }
+
+  // Scores the rows before the window by Adaptive R-KV. Waits for the instance.
+  void find_diversity(const ExecutionSpace& exec, std::int64_t rows, std::int64_t dim,
+                      const HeadScores& scores) {
+    Scratch& s = m_scratch;
+    base::reserve_scratch(s.pooled, rows, "kvzap::r_kv::pooled");
+    base::reserve_scratch(s.similarity, rows, "kvzap::r_kv::similarity");
+    base::reserve_scratch(s.means, rows, "kvzap::r_kv::means");
+    base::reserve_scratch(s.cosines, searched_rows * most_columns, "kvzap::r_kv::cosines");
+    const RowVector importance(s.pooled.data(), rows);
+    pool(exec, s.importance, m_parameters.kernel / 2, importance);
+    std::vector<float> on_host(rows);
+    Kokkos::deep_copy(exec, Kokkos::View<float*, Kokkos::HostSpace>(on_host.data(), rows),
+                      importance);
+    base::fence(exec, "kvzap::r_kv: the host chooses by importance");
+    const std::vector<std::int64_t> kept = most_important(on_host, m_parameters.mass);
+    const auto count = static_cast<std::int64_t>(kept.size());
+    const Matrix units(s.units.data(), rows, dim);
+    const Matrix kept_units = gather(exec, units, kept);
+    mean_cosines(exec, units, s.columns(exec, units), s.means);
+    for (std::int64_t begin = 0; begin < rows; begin += searched_rows) {
+      const std::int64_t end = std::min(rows, begin + searched_rows);
+      const ConstMatrix block = Kokkos::subview(units, std::make_pair(begin, end), Kokkos::ALL);
+      for (std::int64_t first = 0; first < count; first += most_columns) {
+        const std::int64_t last = std::min(count, first + most_columns);
+        const Matrix cosines(s.cosines.data(), end - begin, last - first);
+        linalg::multiply_nt(exec, 1, block,
+                            Kokkos::subview(kept_units, std::make_pair(first, last), Kokkos::ALL),
+                            0, cosines);
+        add_likeness(exec, cosines, begin, s.means, 1.0f / static_cast<float>(count), first == 0,
+                     s.similarity);
+      }
+    }
+    set_scores(exec, kept, importance, scores);
+  }
+
+  // The rows `kept` of `units`, one after the other.
+  Matrix gather(const ExecutionSpace& exec, const Matrix& units,
+                const std::vector<std::int64_t>& kept) {
+    Scratch& s = m_scratch;
+    const auto count = static_cast<std::int64_t>(kept.size());
+    const auto dim = static_cast<std::int64_t>(units.extent(1));
+    base::reserve_scratch(s.rows, count, "kvzap::r_kv::rows");
+    base::reserve_scratch(s.kept, count * dim, "kvzap::r_kv::kept");
+    Kokkos::deep_copy(exec, Kokkos::View<std::int64_t*, MemorySpace>(s.rows.data(), count),
+                      Kokkos::View<const std::int64_t*, Kokkos::HostSpace>(kept.data(), count));
+    const Matrix to(s.kept.data(), count, dim);
+    const auto rows = s.rows;
+    Kokkos::parallel_for(
+        "kvzap::r_kv::gather", RowRange(exec, 0, count * dim),
+        KOKKOS_LAMBDA(std::int64_t i) { to(i / dim, i % dim) = units(rows(i / dim), i % dim); });
+    return to;
+  }
+
+  // Rows of `kept`, which m_scratch.rows holds, have their importance, others less by likeness.
+  void set_scores(const ExecutionSpace& exec, const std::vector<std::int64_t>& kept,
+                  const RowVector& importance, const HeadScores& scores) {
+    const auto likeness = m_scratch.similarity;
+    Kokkos::parallel_for(
+        "kvzap::r_kv::diversity", RowRange(exec, 0, scores.extent(0)),
+        KOKKOS_LAMBDA(std::int64_t r) { scores(r) = -2 - likeness(r); });
+    const auto rows = m_scratch.rows;
+    Kokkos::parallel_for(
+        "kvzap::r_kv::important", RowRange(exec, 0, kept.size()),
+        KOKKOS_LAMBDA(std::int64_t i) { scores(rows(i)) = importance(rows(i)); });
+    base::fence(exec, "kvzap::r_kv: the host's list of rows ends");
+  }
+
   // Sets `similarity` to the exponentials of the rows' mean similarities, and factors(0) to the
   // factor that makes them redundancies.
   void find_redundancy(const ExecutionSpace& exec, const PolicyLayer::RowsView& keys) {
     const auto rows = static_cast<std::int64_t>(keys.extent(0));
     Scratch& s = m_scratch;
-    base::reserve_scratch(s.inverse, rows, "kvzap::r_kv::norms");
-    base::reserve_scratch(s.units, keys.size(), "kvzap::r_kv::units");
     base::reserve_scratch(s.sums, rows, "kvzap::r_kv::sums");
     base::reserve_scratch(s.similarity, rows, "kvzap::r_kv::similarity");
     const Matrix units(s.units.data(), rows, keys.extent(1));
-    inverse_norms(exec, keys, s.inverse);
-    unit_keys(exec, keys, s.inverse, units);
     Kokkos::deep_copy(exec, s.sums, 0);
     for (std::int64_t begin = 0; begin < rows && m_parameters.retained > 0;
          begin += searched_rows) {
@@ -307,17 +468,20 @@ class RKv final : public Policy {
   }
 
   struct Scratch {
-    RowVector queries;                               // (query, head_dim), scaled
-    RowVector logits;                                // (query, row)
-    RowVector peaks;                                 // (token, row)
-    RowVector factors;                               // (token)
-    RowVector importance;                            // (row)
-    RowVector inverse;                               // (row)
-    RowVector units;                                 // (row, head_dim)
-    RowVector cosines;                               // (row of a block, column)
-    RowVector values;                                // (row of a block, retained)
-    RowVector similarity;                            // (row)
-    Kokkos::View<std::int64_t*, MemorySpace> sums;   // (row)
+    RowVector queries;                              // (query, head_dim), scaled
+    RowVector logits;                               // (query, row)
+    RowVector peaks;                                // (token, row)
+    RowVector factors;                              // (token)
+    RowVector importance;                           // (row)
+    RowVector inverse;                              // (row)
+    RowVector units;                                // (row, head_dim)
+    RowVector cosines;                              // (row of a block, column)
+    RowVector values;                               // (row of a block, retained)
+    RowVector similarity;                           // (row)
+    RowVector pooled;                               // (row)
+    RowVector means;                                // (row)
+    RowVector kept;                                 // (row that stays for its importance, head_dim)
+    Kokkos::View<std::int64_t*, MemorySpace> sums;  // (row)
     Kokkos::View<std::int64_t*, MemorySpace> found;  // (row of a block)
     Kokkos::View<std::int64_t*, MemorySpace> rows;   // (row of a block, retained)
     ColumnSums columns;
@@ -335,7 +499,7 @@ PolicyInfo r_kv() {
   info.paper = "R-KV, arXiv 2505.24133";
   info.formula =
       "lambda importance - (1 - lambda) redundancy: attention of the newest queries, "
-      "and mean similarity of keys";
+      "and mean similarity of keys; with mass: importance, then dissimilarity to such rows";
   info.needs = "queries of the newest w tokens, keys";
   info.cost = "time O(w d rows) per query head, at most O(d rows^2) per KV head; memory O(d rows)";
   info.make_with<RKvParameters>([](const RKvParameters& p, const PolicySetup&) -> PolicyMaker {

@@ -323,7 +323,7 @@ class Budgets(TestCase):
     def test_long_answers(self):
         """Answers far longer than the budget: the rows of a head and the cache's memory stay bounded."""
         budget = ["--keep-tokens", "48", "--decode-every", "16", "--decode-keep", "48", "--ignore-eos"]
-        for policy in ("h2o", "tova", "r-kv", "lazy-eviction", "tri-attention"):
+        for policy in ("h2o", "tova", "r-kv", "r-kv:mass=0.9", "lazy-eviction", "tri-attention"):
             for ranks in (0, 2):
                 with self.subTest(policy=policy, ranks=ranks):
                     peaks = set()

@@ -39,6 +39,7 @@ TEST(AttentionPolicies, ScoresDoNotDependOnThePlacementOfHeads) {
       {policy::h2o(), {{"local", "on"}}},
       {policy::scissorhands(), {}},
       {policy::r_kv(), {{"retained", "3"}}},
+      {policy::r_kv(), {{"mass", "0.8"}}},
       {policy::lazy_eviction(), {{"alpha", "0.02"}}},
       {policy::tri_attention(), {}},
       {policy::expected_attention(), {}},

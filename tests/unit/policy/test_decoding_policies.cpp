@@ -56,6 +56,17 @@ std::vector<double> importance_of(const LayerData& data, int head, std::int64_t 
   return pooled;
 }
 
+double cosine_of(const LayerData& data, int head, std::int64_t i, std::int64_t j) {
+  double product = 0, of_i = 0, of_j = 0;
+  for (int d = 0; d < data.head_dim; ++d) {
+    const double a = data.key(head, i)[d], b = data.key(head, j)[d];
+    product += a * b;
+    of_i += a * a;
+    of_j += b * b;
+  }
+  return product / std::sqrt(of_i * of_j);
+}
+
 /// The whole matrix of cosines: without the diagonal, and without the newest similar ones of each
 /// row.
 std::vector<double> redundancy_of(const LayerData& data, int head, const RKvSettings& how) {
@@ -65,14 +76,7 @@ std::vector<double> redundancy_of(const LayerData& data, int head, const RKvSett
     int retained = 0;
     for (std::int64_t j = rows - 1; j >= 0; --j) {
       if (i == j) continue;
-      double product = 0, of_i = 0, of_j = 0;
-      for (int d = 0; d < data.head_dim; ++d) {
-        const double a = data.key(head, i)[d], b = data.key(head, j)[d];
-        product += a * b;
-        of_i += a * a;
-        of_j += b * b;
-      }
-      const double cosine = product / std::sqrt(of_i * of_j);
+      const double cosine = cosine_of(data, head, i, j);
       if (cosine > how.similarity && retained < how.retained) {
         ++retained;
         continue;
@@ -99,6 +103,59 @@ Scores expected_r_kv(const LayerData& data, RKvSettings how) {
   }
   protect(scores, kept);
   return scores;
+}
+
+/// Rows are taken one by one until they hold the share; each other one is compared with them.
+Scores expected_adaptive_r_kv(const LayerData& data, RKvSettings how, double mass) {
+  if (data.tokens <= how.window) how.window = std::max<std::int64_t>(1, data.tokens / 2);
+  const std::int64_t first = data.tokens - how.window;
+  Scores scores;
+  std::vector<std::pair<std::int64_t, std::int64_t>> window;
+  for (int h = 0; h < data.kv_heads; ++h) {
+    scores.emplace_back(data.rows(h), 0.0);
+    const std::vector<double> importance = importance_of(data, h, first, how);
+    const auto rows = static_cast<std::int64_t>(importance.size());
+    window.emplace_back(rows, data.rows(h));
+    double all = 0, sum = 0;
+    for (const double p : importance) all += p;
+    std::vector<bool> stays(rows, false);
+    std::int64_t count = 0;
+    while (count < rows && (count == 0 || sum < mass * all)) {
+      std::int64_t best = -1;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        if (!stays[r] && (best < 0 || importance[r] > importance[best] + 1e-12)) best = r;
+      }
+      stays[best] = true;
+      sum += importance[best];
+      ++count;
+    }
+    for (std::int64_t r = 0; r < rows; ++r) {
+      double mean = 0, likeness = 0;
+      for (std::int64_t i = 0; i < rows; ++i) mean += i == r ? 0 : cosine_of(data, h, r, i) / rows;
+      for (std::int64_t i = 0; i < rows; ++i) {
+        const double cosine = cosine_of(data, h, r, i);
+        if (stays[i] && cosine >= mean) likeness += cosine / count;
+      }
+      scores[h][r] = stays[r] ? importance[r] : -2 - likeness;
+    }
+  }
+  protect(scores, window);
+  return scores;
+}
+
+TEST(RKv, StaysForTheShareOfAttentionAndThenForDiversity) {
+  for (const LayerShape& shape : shapes()) {
+    SCOPED_TRACE(name_of(shape));
+    const LayerData data = random_layer(shape, 34);
+    in_all_forms([&] {
+      FakeLayer layer(data);
+      for (const char* mass : {"0.5", "0.9", "1"}) {
+        SCOPED_TRACE(mass);
+        expect_scores(layer.run(*make(policy::r_kv(), {{"mass", mass}, {"kernel", "3"}})),
+                      expected_adaptive_r_kv(data, {8, 3, 0, 0, 0}, std::stod(mass)));
+      }
+    });
+  }
 }
 
 TEST(RKv, ImportanceLessRedundancy) {

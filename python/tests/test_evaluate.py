@@ -165,6 +165,14 @@ def test_functions_without_a_known_state_do_not_go_on(tmp_path):
     assert run(noise(2)).rows == first.rows  # the name says so
 
 
+def test_answers_are_cut_while_they_are_generated():
+    text = "knorm@evict-ratio=0.5@decode-every=4@decode-keep=48"
+    rows = [row for row in kvzap.evaluate(MODEL, TASKS, [text, kvzap.Pruning.parse(text), "knorm@evict-ratio=0.5"],
+                                          progress=False, **QUICK) if row["task"] == "all"]
+    assert [row["setting"].count("decode-every") for row in rows] == [1, 0]  # the same setting is there once
+    assert rows[0]["kv_bytes_at_end"] < rows[1]["kv_bytes_at_end"]
+
+
 def test_errors_name_the_setting():
     def refused(policies, error=kvzap.Error, **options):
         with pytest.raises(error) as failure:
@@ -174,9 +182,7 @@ def test_errors_name_the_setting():
 
     assert "no-such-policy" in refused("no-such-policy", evict_ratios=0.5)
     assert "snapkv@evict-ratio=2" in refused(["none", "snapkv@evict-ratio=2"])
-    for policy in ("h2o@evict-ratio=0.5@decode-every=8@decode-keep=64",
-                   kvzap.Pruning.parse("h2o@evict-ratio=0.5@decode-every=8@decode-keep=64")):
-        assert "decode-every" in (text := refused(policy)) and "jsonl" not in text
+    assert "cuts while the answer" in refused("h2o@evict-ratio=0.5@prune-after=question@decode-every=8@decode-keep=64")
     assert "NUL" in refused(["none", "knorm\0@evict-ratio=0.5"], ValueError)
     assert "evict_ratios" in refused("knorm", evict_ratios=True)
     assert "help" in refused("none", TypeError, help=True)

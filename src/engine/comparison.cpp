@@ -91,7 +91,10 @@ bool reads_chunks(const LoadedPruning& setting) {
 
 PrefillShare prefill_share(const LoadedPruning& setting) {
   if (!prunes(setting)) return PrefillShare::context;
-  if (setting.pruning.prefill == PrefillMode::sparse) return PrefillShare::none;
+  // Later cuts need the newest queries and the rows' scores, which a shared reading stores not.
+  const bool is_alone =
+      setting.pruning.prefill == PrefillMode::sparse || setting.pruning.decode.every > 0;
+  if (is_alone) return PrefillShare::none;
   return setting.pruning.moment == PruneMoment::question ? PrefillShare::whole
                                                          : PrefillShare::context;
 }
@@ -121,7 +124,7 @@ struct Comparison::State {
 
   void read(const std::vector<TokenId>& tokens, std::int64_t question, PrefillShare share,
             Borrowed& owner, std::vector<Start>& into, const ProgressCallback& progress);
-  void prefill_sparse(std::size_t setting, const ProgressCallback& progress);
+  void prefill_alone(std::size_t setting, const ProgressCallback& progress);
   void find_argmax(StepResult& result) const;
   std::vector<CacheReport> reports_of(const std::vector<Job*>& jobs) const;
   void answer_wave(std::vector<Job>& jobs, const std::vector<TokenId>& question,
@@ -148,6 +151,12 @@ Comparison::Comparison(std::unique_ptr<Engine> engine, std::vector<LoadedPruning
       engine->check(setting);
     } catch (const Error& error) {
       throw Error(fmt::format("{}: {}", name_of(setting), error.what()));
+    }
+    if (setting.pruning.decode.every > 0 && setting.pruning.moment == PruneMoment::question) {
+      throw Error(
+          fmt::format("{}: cuts while the answer is generated follow a context that is "
+                      "pruned before the question",
+                      name_of(setting)));
     }
   }
   m_state = std::make_unique<State>(std::move(engine), std::move(settings), batch);
@@ -199,7 +208,7 @@ void Comparison::State::read(const std::vector<TokenId>& tokens, std::int64_t qu
   }
 }
 
-void Comparison::State::prefill_sparse(std::size_t setting, const ProgressCallback& progress) {
+void Comparison::State::prefill_alone(std::size_t setting, const ProgressCallback& progress) {
   Start& start = starts[setting];
   start.sequence = kept.add(engine->add_sequence());
   engine->set_pruning(start.sequence, settings[setting]);
@@ -207,7 +216,9 @@ void Comparison::State::prefill_sparse(std::size_t setting, const ProgressCallba
   {
     const Stopwatch watch(start.prefill_seconds);
     const auto count = static_cast<std::int64_t>(context.size());
-    const std::int64_t chunk = std::min(settings[setting].pruning.chunk, count);
+    const Pruning& pruning = settings[setting].pruning;
+    const std::int64_t chunk =
+        pruning.prefill == PrefillMode::sparse ? std::min(pruning.chunk, count) : count;
     const StepRule rule = engine->rule(start.sequence, StepPart::context);
     for (std::int64_t begin = 0; begin < count; begin += chunk) {
       const std::int64_t end = std::min(count, begin + chunk);
@@ -236,7 +247,7 @@ void Comparison::prefill(const std::vector<TokenId>& context, const ProgressCall
     state.context = context;
     state.read(context, 0, PrefillShare::context, state.kept, state.starts, progress);
     for (std::size_t s = 0; s < state.settings.size(); ++s) {
-      if (prefill_share(state.settings[s]) == PrefillShare::none) state.prefill_sparse(s, progress);
+      if (prefill_share(state.settings[s]) == PrefillShare::none) state.prefill_alone(s, progress);
     }
   } catch (...) {
     state.forget();  // the caller can retry

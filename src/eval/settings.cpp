@@ -199,11 +199,6 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
     if (found.threshold && !std::isfinite(*found.threshold)) {
       fail(fmt::format("{}; expected a finite threshold", amount));
     }
-    if (setting.pruning.decode.every > 0) {
-      fail(
-          "@decode-every prunes while an answer is generated; expected a setting without it, as "
-          "settings share the prefill of a prompt");
-    }
     if (found.kv_bytes) setting.kv_budget = amount.substr(amount.find('=') + 1);
     setting.has_general_amount = is_general;
     setting.kv_type = entry.kv_type;

@@ -50,7 +50,7 @@ eval::EvalRecord record_of(const EvalPrompt& prompt, const eval::EvalSetting& se
   // Generated tokens are judged, too, so the rows are final only at the end.
   const Pruning& pruning = setting.pruning;
   const CacheReport pruned =
-      pruning.mode == PruneMode::always ? answer.cache
+      pruning.mode == PruneMode::always || pruning.decode.every > 0 ? answer.cache
       : pruning.moment == PruneMoment::context
           ? without_question(answer.pruned, record.question_tokens, pruning.window)
           : answer.pruned;

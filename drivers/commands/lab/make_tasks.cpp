@@ -20,6 +20,7 @@
 #include "console/console.hpp"
 #include "console/progress.hpp"
 #include "console/signals.hpp"
+#include "eval/long_answers.hpp"
 #include "eval/made_task.hpp"
 #include "eval/recall.hpp"
 #include "eval/ruler.hpp"
@@ -54,7 +55,9 @@ std::vector<std::int64_t> asked_lengths(const MakeTasksOptions& o) {
 }
 
 const std::vector<std::string>& known_tasks(const MakeTasksOptions& o) {
-  return o.kind == "ruler" ? eval::ruler_task_names() : eval::recall_task_names();
+  return o.kind == "ruler"    ? eval::ruler_task_names()
+         : o.kind == "recall" ? eval::recall_task_names()
+                              : eval::long_answer_task_names();
 }
 
 /// Returns the requested tasks in the order of the file, without duplicates; empty if the user has
@@ -146,13 +149,15 @@ struct TaskMaker {
   std::function<std::int64_t(const std::string& task, std::int64_t length)> different_rows;
 };
 
-TaskMaker recall_maker(const MakeTasksOptions& o, const eval::PromptMeter& meter) {
+/// A source whose rows need nothing else. `make`: eval::make_recall or its like.
+template <class Make>
+TaskMaker plain_maker(const MakeTasksOptions& o, const eval::PromptMeter& meter, const Make& make) {
   TaskMaker maker;
   maker.tasks = asked_tasks(o);
-  if (maker.tasks.empty()) maker.tasks = eval::recall_task_names();
-  maker.make = [&meter, seed = o.seed](const std::string& task, std::int64_t length,
-                                       std::int64_t index) {
-    return eval::make_recall(meter, seed, task, length, index);
+  if (maker.tasks.empty()) maker.tasks = known_tasks(o);
+  maker.make = [&meter, make, seed = o.seed](const std::string& task, std::int64_t length,
+                                             std::int64_t index) {
+    return make(meter, seed, task, length, index);
   };
   return maker;
 }
@@ -202,7 +207,9 @@ void make_file(const MakeTasksOptions& o) {
   const auto start = Clock::now();
   const auto tokenizer = Tokenizer::load(o.model);
   const eval::PromptMeter meter(tokenizer, prompt_form(o.model, o.raw).parts);
-  const TaskMaker maker = o.kind == "ruler" ? ruler_maker(o, meter) : recall_maker(o, meter);
+  const TaskMaker maker = o.kind == "ruler"    ? ruler_maker(o, meter)
+                          : o.kind == "recall" ? plain_maker(o, meter, eval::make_recall)
+                                               : plain_maker(o, meter, eval::make_long_answer);
   TaskWriter writer(o);
 
   const std::vector<std::int64_t> lengths = asked_lengths(o);
@@ -242,10 +249,10 @@ void make_file(const MakeTasksOptions& o) {
 }  // namespace
 
 void check_options(const MakeTasksOptions& o) {
-  require(o.kind == "ruler" || o.kind == "recall",
+  require(o.kind == "ruler" || o.kind == "recall" || o.kind == "long",
           o.kind.empty()
-              ? std::string("no kind of tasks: give ruler or recall first")
-              : fmt::format("'{}' is no kind of tasks; expected ruler or recall", o.kind));
+              ? std::string("no kind of tasks: give ruler, recall or long first")
+              : fmt::format("'{}' is no kind of tasks; expected ruler, recall or long", o.kind));
   require(!o.model.empty(),
           "no model: give a Hugging Face folder or a GGUF file with -m, for its tokenizer");
   require(!o.lengths.empty(), "no length: give tokens with --length");
@@ -255,9 +262,10 @@ void check_options(const MakeTasksOptions& o) {
   constexpr std::int64_t most = 1'000'000;
   require(o.per_task >= 1 && o.per_task <= most,
           fmt::format("--per-task is {}; expected 1 to {}", o.per_task, most));
-  if (o.kind == "recall") {
-    require(o.haystack.empty(), "--haystack is for ruler: recall has sentences of its own");
-    require(o.questions.empty(), "--qa is for ruler: recall has no such task");
+  if (o.kind != "ruler") {
+    require(o.haystack.empty(),
+            fmt::format("--haystack is for ruler: {} has sentences of its own", o.kind));
+    require(o.questions.empty(), fmt::format("--qa is for ruler: {} has no such task", o.kind));
   }
   constexpr std::size_t most_questions = 2;
   require(o.questions.size() <= most_questions,
@@ -273,8 +281,8 @@ void declare(CLI::App& app, MakeTasksOptions& o) {
   };
   const auto tasks = "Tasks";
   app.add_option("kind,--kind", o.kind,
-                 "ruler (the 13 tasks of RULER, arXiv 2404.06654) or recall (tasks of the demo "
-                 "model, for small models)")
+                 "ruler (the 13 tasks of RULER, arXiv 2404.06654), recall (tasks of the demo "
+                 "model, for small models) or long (copies, lookups and sums with long answers)")
       ->group(tasks);
   list("--length", o.lengths,
        "length of each prompt in tokens, with the answer, between commas: the longest prompt of "

@@ -471,6 +471,30 @@ TEST_F(Comparisons, AnswerAsGeneratorsOfTheirOwn) {
 }
 
 // Contexts of which nothing has left the ring, and questions that are longer than it.
+// Settings that cut while they answer read the context by themselves, beside settings that share
+// it.
+TEST_F(Comparisons, CutWhileTheyAnswer) {
+  how.max_new_tokens = 30;
+  add("snapkv", 0.5);
+  for (const char* text : {"h2o", "r-kv:window=4", "tova+ada", "scissorhands"}) {
+    for (const PrefillMode prefill : {PrefillMode::dense, PrefillMode::sparse}) {
+      add(text, 0.5, {}, PruneMode::prefill, prefill);
+      settings.back().pruning.decode = {4, 30, {}};
+    }
+  }
+  Comparison comparison(plain_engine(), settings);
+  comparison.prefill(context);
+  const auto answers = comparison.answer(question, how);
+  expect_same(answers, expected(how, question));
+  for (std::size_t s = 1; s < answers.size(); ++s) {
+    for (const auto& layer : answers[s].cache.kept) {
+      for (const auto rows : layer) EXPECT_LT(rows, 30 + 4 + 8) << label(settings[s]);
+    }
+  }
+  settings.back().pruning.moment = PruneMoment::question;
+  EXPECT_THROW(Comparison(plain_engine(), settings), Error);
+}
+
 TEST_F(Comparisons, AnswerAboutShortContexts) {
   settings.emplace_back();
   for (const char* text : {"snapkv", "keydiff+ada", "knorm+global", "keydiff+rerotate", "h2o"}) {

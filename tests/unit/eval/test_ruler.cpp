@@ -12,6 +12,7 @@
 #include <set>
 #include <sstream>
 
+#include "eval/long_answers.hpp"
 #include "eval/recall.hpp"
 #include "eval/words.hpp"
 #include "source_dir.hpp"
@@ -535,6 +536,54 @@ TEST(RecallTasks, AskForWhatIsThere) {
       EXPECT_EQ(as_set(needles).size(), needles.size());
     }
     expect_error([&] { make_recall(demo_meter(), 1, name, 30, 0); },
+                 {name, "too short", "at least"});
+  }
+}
+
+TEST(LongAnswers, AreAboutAllOfThePrompt) {
+  for (const auto& name : kvzap::eval::long_answer_task_names()) {
+    for (const std::int64_t length : {256, 1024, 5000}) {
+      SCOPED_TRACE(fmt::format("{} {}", name, length));
+      const MadeTask made = kvzap::eval::make_long_answer(demo_meter(), 1, name, length, 0);
+      const auto& task = made.task;
+      const std::int64_t all =
+          prompt_tokens(demo_tokenizer(), task, demo_parts()) + task.max_new_tokens;
+      EXPECT_LE(all, length);
+      EXPECT_GE(all, length - 100);
+      EXPECT_GE(10 * task.max_new_tokens, 3 * length);
+      EXPECT_EQ(task.metric, "string_match_all");
+      EXPECT_GE(task.answers.size(), static_cast<std::size_t>(length / 80));
+      if (name == "long_sums") {
+        const auto begin = matches(task.context, "^Begin with ([0-9]+)\\.");
+        const auto steps = matches(task.context, "Step ([0-9]+): (add|subtract) ([0-9]+)\\.");
+        ASSERT_EQ(steps.size(), task.answers.size());
+        int sum = std::stoi(begin.at(0)[0]);
+        for (std::size_t i = 0; i < steps.size(); ++i) {
+          const bool adds = steps[i][1] == "add";
+          const int next = sum + (adds ? 1 : -1) * std::stoi(steps[i][2]);
+          EXPECT_GE(next, 0);
+          EXPECT_EQ(task.answers[i], fmt::format("Step {}: {} {} {} = {}", i + 1, sum,
+                                                 adds ? '+' : '-', steps[i][2], next));
+          sum = next;
+        }
+        continue;
+      }
+      const auto said = matches(task.context, "The number of (the [a-z]+ [a-z]+) is ([0-9]{5})\\.");
+      ASSERT_EQ(said.size(), task.answers.size());
+      std::map<std::string, std::string> numbers;
+      for (const auto& one : said) numbers.emplace(one[0], one[1]);
+      EXPECT_EQ(numbers.size(), said.size());
+      std::vector<std::string> asked;
+      if (name == "long_lookups") {
+        for (const auto& one : matches(task.question, "(the [a-z]+ [a-z]+)[,.]")) {
+          asked.push_back(numbers.at(one[0]));
+        }
+      } else {
+        for (const auto& one : said) asked.push_back(one[1]);
+      }
+      EXPECT_EQ(task.answers, asked);
+    }
+    expect_error([&] { kvzap::eval::make_long_answer(demo_meter(), 1, name, 60, 0); },
                  {name, "too short", "at least"});
   }
 }

@@ -50,6 +50,7 @@ MODIFIERS: dict[str, tuple[str, dict[str, str]]] = {
     "CriticalAdaKVPress": ("+critical", {"epsilon": "epsilon", "first_stage_ratio": "first"}),
     "ChunkPress": ("+chunk", {"chunk_length": "length"}),
     "ChunkKVPress": ("+chunkkv", {"chunk_length": "length"}),
+    "EntropyGatedChunkKVPress": ("+chunkkv", {"chunk_length": "length", "low_entropy_chunk_length": "spiky"}),
     "KeyRerotationPress": ("+rerotate", {}),
 }
 REFUSED = {
@@ -63,7 +64,6 @@ REFUSED = {
     "ComposedPress": "several presses cut one after another: pass one of them",
     "KVComposePress": "kvzap has no such policy; the nearest one is h2o+global",
     "LUKVPress": "its budgets come from a table for one model; the nearest one is expected-attention+global",
-    "EntropyGatedChunkKVPress": "kvzap has no such modifier; the nearest one is +chunkkv",
     "BlockPress": "pass the press within it; the result is the same",
     "PerLayerCompressionPress": "its ratios come from a file here: +per-layer:ratios=FILE",
 }

@@ -7,6 +7,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "files/counted.hpp"
+#include "policy/divided_groups.hpp"
 #include "policy/segments.hpp"
 
 namespace kvzap {
@@ -258,67 +259,90 @@ void keep_groups(const ExecutionSpace& exec, const ScoredLayer& layer, std::int6
       });
 }
 
-// Chooses groups of rows of a layer, the same in all heads. Ranks exchange each head's sums, so
-// that every rank adds them in the same order.
-void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
-                   const Budget::Model& model, std::int64_t tokens, const ScoredLayer& layer) {
-  std::int64_t most_rows = 0;
-  for (const std::int64_t rows : layer.rows) most_rows = std::max(most_rows, rows);
-  most_rows = comm.all_reduce_max(most_rows);
-  if (most_rows < budget.group) {
-    Budget plain = budget;
-    plain.group = 0;
-    return choose_by_head(exec, plain, model, tokens, {layer});
-  }
-  const std::int64_t groups = (most_rows + budget.group - 1) / budget.group;
+/// Returns the sums of the scores of each group's rows over the layer's heads. Ranks exchange each
+/// head's sums, so that every rank adds them in the same order.
+std::vector<double> sums_over_heads(const ExecutionSpace& exec, const Communicator& comm,
+                                    const ScoredLayer& layer, std::int64_t group, int kv_heads,
+                                    std::int64_t groups,
+                                    const Kokkos::View<const std::int64_t*, MemorySpace>& rows) {
   const auto n_heads = layer.heads.size();
-
-  const Kokkos::View<std::int64_t*, MemorySpace> rows(
-      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::rows"), n_heads);
-  const auto host_rows = Kokkos::create_mirror_view(rows);
-  std::copy(layer.rows.begin(), layer.rows.end(), host_rows.data());
-  Kokkos::deep_copy(exec, rows, host_rows);
   const Sums sums(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::sums"), n_heads,
                   groups);
-  sum_groups(exec, layer, budget.group, rows, sums);
+  sum_groups(exec, layer, group, rows, sums);
   const auto host_sums = Kokkos::create_mirror_view(sums);
   Kokkos::deep_copy(exec, host_sums, sums);
   base::fence(exec, "kvzap::budget: ranks exchange sums of groups");
-  std::vector<double> of_heads(static_cast<std::size_t>(model.kv_heads * groups), 0.0);
+  std::vector<double> of_heads(static_cast<std::size_t>(kv_heads * groups), 0.0);
   for (std::size_t h = 0; h < n_heads; ++h) {
     for (std::int64_t g = 0; g < groups; ++g) {
       of_heads[static_cast<std::size_t>(layer.heads[h] * groups + g)] = host_sums(h, g);
     }
   }
   comm.all_reduce_sum(of_heads.data(), of_heads.size());
+  std::vector<double> all(static_cast<std::size_t>(groups), 0.0);
+  for (std::size_t i = 0; i < of_heads.size(); ++i) {
+    all[i % static_cast<std::size_t>(groups)] += of_heads[i];
+  }
+  return all;
+}
 
+/// Returns the groups that stay: the `kept` with the largest means, and those without a finite one.
+std::vector<std::uint8_t> largest_groups(const std::vector<double>& sums, std::int64_t group,
+                                         std::int64_t rows, std::int64_t kept) {
   struct Group {
     double score;
     std::int64_t index;
   };
   std::vector<Group> order;
-  for (std::int64_t g = 0; g < groups; ++g) {
-    double sum = 0;
-    for (int head = 0; head < model.kv_heads; ++head) {
-      sum += of_heads[static_cast<std::size_t>(head * groups + g)];
-    }
-    const std::int64_t length = std::min(budget.group, most_rows - g * budget.group);
-    order.push_back({sum / static_cast<double>(length), g});
+  for (std::int64_t g = 0; g < static_cast<std::int64_t>(sums.size()); ++g) {
+    const std::int64_t length = std::min(group, rows - g * group);
+    order.push_back({sums[static_cast<std::size_t>(g)] / static_cast<double>(length), g});
   }
   std::sort(order.begin(), order.end(), [](const Group& a, const Group& b) {
     const bool a_is_finite = std::isfinite(a.score), b_is_finite = std::isfinite(b.score);
     if (a_is_finite != b_is_finite) return b_is_finite;
     return a_is_finite && a.score != b.score ? a.score > b.score : a.index < b.index;
   });
-  const std::int64_t kept = std::min(groups, groups_kept(budget, model, layer.layer, tokens));
+  std::vector<std::uint8_t> stays(sums.size(), 0);
+  for (std::int64_t k = 0; k < static_cast<std::int64_t>(order.size()); ++k) {
+    const Group& one = order[static_cast<std::size_t>(k)];
+    stays[static_cast<std::size_t>(one.index)] = k < kept || !std::isfinite(one.score) ? 1 : 0;
+  }
+  return stays;
+}
+
+// Chooses groups of rows of a layer, or rows of them, the same in all heads.
+void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
+                   const Budget::Model& model, std::int64_t tokens, const ScoredLayer& layer) {
+  std::int64_t most_rows = 0;
+  for (const std::int64_t rows : layer.rows) most_rows = std::max(most_rows, rows);
+  most_rows = comm.all_reduce_max(most_rows);
+  if (most_rows < budget.group && budget.spiky == 0) {
+    Budget plain = budget;
+    plain.group = 0;
+    return choose_by_head(exec, plain, model, tokens, {layer});
+  }
+  const Kokkos::View<std::int64_t*, MemorySpace> rows(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::rows"), layer.heads.size());
+  const auto host_rows = Kokkos::create_mirror_view(rows);
+  std::copy(layer.rows.begin(), layer.rows.end(), host_rows.data());
+  Kokkos::deep_copy(exec, rows, host_rows);
+
+  const std::int64_t group = budget.spiky > 0 ? 1 : budget.group;  // rows with one verdict
+  const std::int64_t groups = (most_rows + group - 1) / group;
+  const std::vector<double> sums =
+      sums_over_heads(exec, comm, layer, group, model.kv_heads, groups, rows);
+  const std::vector<std::uint8_t> stays =
+      budget.spiky > 0
+          ? policy::divided_groups(sums, {budget.group, budget.spiky},
+                                   budget.rows_per_head(model, layer.layer, tokens))
+          : largest_groups(sums, group, most_rows,
+                           std::min(groups, groups_kept(budget, model, layer.layer, tokens)));
   const Kokkos::View<std::uint8_t*, MemorySpace> flags("kvzap::budget::flags", groups);
   const auto host_flags = Kokkos::create_mirror_view(flags);
-  for (std::int64_t k = 0; k < groups; ++k) {
-    const Group& group = order[static_cast<std::size_t>(k)];
-    host_flags(group.index) = k < kept || !std::isfinite(group.score) ? 1 : 0;
-  }
+  std::copy(stays.begin(), stays.end(), host_flags.data());
   Kokkos::deep_copy(exec, flags, host_flags);
-  keep_groups(exec, layer, budget.group, rows, most_rows, flags);
+  keep_groups(exec, layer, group, rows, most_rows, flags);
   base::fence(exec, "kvzap::budget: verdicts are there");
 }
 
@@ -362,7 +386,7 @@ std::string Budget::text() const {
 
 std::int64_t Budget::rows_per_head(const Model& model, int layer, std::int64_t tokens) const {
   if (tokens <= 0) return 0;
-  if (group != 0 && tokens >= group) {
+  if (group != 0 && spiky == 0 && tokens >= group) {
     return std::min(tokens, groups_kept(*this, model, layer, tokens) * group);
   }
   if (pyramid) return pyramid_rows(*this, model, layer, tokens);

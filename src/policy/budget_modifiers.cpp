@@ -42,6 +42,10 @@ struct PerLayerParameters : PolicyParameters {
 
 struct ChunkKvParameters : PolicyParameters {
   std::int64_t length = integer("length", 20, {1, 1 << 24}, "tokens of a group");
+  std::int64_t spiky =
+      integer("spiky", 0, {0, 1 << 24},
+              "tokens that stay of an important group in which few tokens have most "
+              "of the score; 0: groups are not divided");
 };
 
 struct DmsParameters : PolicyParameters {
@@ -217,7 +221,8 @@ ModifierInfo per_layer() {
 /// evicted together, in all heads of a layer. A group's score is the mean over its rows of the sum
 /// over the layer's heads. Of G groups, max(1, floor(G (1 - ratio))) stay; the last group may be
 /// shorter. A sequence shorter than one group is pruned row by row. Like kvpress, this omits the
-/// paper's reuse of indices over layers.
+/// paper's reuse of indices over layers. With `spiky` it is kvpress' EntropyGatedChunkKVPress, see
+/// divided_groups: each layer then keeps as many rows as it would without groups.
 ModifierInfo chunkkv() {
   ModifierInfo info;
   info.name = "chunkkv";
@@ -236,7 +241,10 @@ ModifierInfo chunkkv() {
     refuse(choice.scores_are_marked, "chunkkv",
            "critical marks the rows of its first stage with the largest number there is, of which "
            "no mean over a group can be taken");
+    refuse(p.spiky >= p.length, "chunkkv:spiky",
+           fmt::format("a group has {} tokens, of which {} are all", p.length, p.spiky));
     choice.budget.group = p.length;
+    choice.budget.spiky = p.spiky;
   });
   return info;
 }

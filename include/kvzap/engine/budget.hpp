@@ -58,6 +58,9 @@ struct Budget {
   /// Rows that stay or are evicted together, in all heads of a layer (ChunkKV, arXiv 2502.00299);
   /// 0: no groups.
   std::int64_t group = 0;
+  /// Rows that stay of a group with a large score that is due to few of its rows; other groups get
+  /// the rows in its place (kvpress' EntropyGatedChunkKVPress). 0: groups are not divided.
+  std::int64_t spiky = 0;
 
   /// The sizes of the model on which counts depend.
   struct Model {

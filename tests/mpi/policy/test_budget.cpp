@@ -22,7 +22,7 @@ TEST(BudgetOverRanks, DoesNotDependOnPlacement) {
   Budget half;
   half.amount = Budget::Amount::evict_ratio;
   half.evict_ratio = 0.6;
-  std::vector<Budget> budgets(7, half);
+  std::vector<Budget> budgets(8, half);
   budgets[1].pool = Budget::Pool::layer;
   budgets[2].pool = Budget::Pool::model;
   budgets[2].safeguard = 0;
@@ -30,6 +30,8 @@ TEST(BudgetOverRanks, DoesNotDependOnPlacement) {
   budgets[3].pool = Budget::Pool::model;
   budgets[4].chunk = 40;
   budgets[5].group = 7;
+  budgets[7].group = 7;
+  budgets[7].spiky = 2;
   budgets[6].pyramid = true;
   budgets[6].pyramid_window = 10;
   budgets[6].pool = Budget::Pool::layer;

@@ -1,11 +1,14 @@
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <functional>
 #include <kvzap/engine/budget.hpp>
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "base/machine.hpp"
 #include "budget_reference.hpp"
+#include "source_dir.hpp"
 
 namespace kvzap {
 namespace {
@@ -321,6 +324,41 @@ TEST_P(BudgetKernels, GroupsStayOrGoTogether) {
   budget.group = 71;
   EXPECT_EQ(test::choose(budget, {2, 3, 64}, 70, heads),
             test::choose(ratio_budget(0.5), {2, 3, 64}, 70, heads));
+}
+
+TEST_P(BudgetKernels, SpikyGroupsAreDividedAsByKvpress) {
+  std::ifstream file(test::source_dir() / "tests/golden/divided_groups.json");
+  const auto cases = nlohmann::json::parse(file);
+  ASSERT_EQ(cases.size(), 8U);
+  constexpr float unit = 4096;
+  for (const auto& one : cases) {
+    std::vector<ScoredHead> heads;
+    for (const auto& scores : one.at("scores")) {
+      ScoredHead head;
+      head.layer = 0;
+      head.head = static_cast<int>(heads.size());
+      for (const auto& score : scores) head.scores.push_back(score.get<float>() / unit);
+      heads.push_back(head);
+    }
+    const std::size_t rows = heads[0].scores.size();
+    SCOPED_TRACE(rows);
+    Budget budget = ratio_budget(one.at("evict_ratio"));
+    budget.group = one.at("length");
+    budget.spiky = one.at("spiky");
+    std::vector<bool> expected(rows, false);
+    for (const std::size_t row : one.at("kept").get<std::vector<std::size_t>>())
+      expected[row] = true;
+    const Budget::Model model = {1, static_cast<int>(heads.size()), 64};
+    const auto tokens = static_cast<std::int64_t>(rows);
+    for (const auto& found : test::choose(budget, model, tokens, heads)) EXPECT_EQ(found, expected);
+    EXPECT_EQ(budget.rows_per_head(model, 0, tokens),
+              std::count(expected.begin(), expected.end(), true));
+    // A row without a finite score stays beside the others.
+    const auto gone = static_cast<std::size_t>(std::find(expected.begin(), expected.end(), false) -
+                                               expected.begin());
+    heads[0].scores[gone] = std::nanf("");
+    EXPECT_TRUE(test::choose(budget, model, tokens, heads)[0][gone]);
+  }
 }
 
 TEST_P(BudgetKernels, AGroupWithAScoreThatIsNoNumberStays) {

@@ -28,10 +28,14 @@ bool with_wide_heads(DType dtype, int dim, const Work& work) {
 }
 
 /// Attends the parts of wide rows as attend_groups does. Returns false, and does nothing, if there
-/// is no kernel for the type and size of heads (f16 and bf16 of 64, 80, 96, 128 or 256 dimensions)
-/// or if the device has too little shared memory.
+/// is no kernel for the type and size of heads (f16 and bf16 of 64, 80, 96, 128 or 256 dimensions,
+/// and latents) or if the device has too little shared memory.
 bool attend_wide_parts(const ExecutionSpace& exec, const SplitSpans& spans,
                        const CachedLayer& cached, const AttentionCall& call);
+/// The same for rows whose values are their keys (latent attention), of 576 dimensions (DeepSeek
+/// and its kin), 320 (Mistral 4) or 288 (MiniCPM3).
+bool attend_latent_parts(const ExecutionSpace& exec, const SplitSpans& spans,
+                         const CachedLayer& cached, const AttentionCall& call);
 /// The same for parts of quantised rows. Heads have 64, 128 or 256 dimensions, with 8 bits also 96.
 bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int64_t parts,
                             const CachedLayer& cached, const AttentionCall& call);

@@ -7,9 +7,10 @@
 #   kvzap::utf8proc  utf8proc (Unicode normal forms)
 #   kvzap::lapack    LAPACK: Cholesky factors of training, on the host
 #   kvzap::onednn    oneDNN, if it is enabled and found
+#   kvzap::nccl      NCCL, if it is enabled
 #
 # In: KVZAP_COMPONENTS (core, model, engine, lab, server: components whose dependencies to find),
-# KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
+# KVZAP_WITH_MPI, KVZAP_WITH_HDF5, KVZAP_WITH_NCCL, KVZAP_WITH_ONEDNN (OFF, ON: use it if found, REQUIRED),
 # KVZAP_WITH_PRIVATE (whether to find packages that only the library uses: not needed to link a
 # shared kvzap), KVZAP_IMPORTED_SCOPE (GLOBAL or nothing), KVZAP_BUILT_WITH_KOKKOS (the only
 # KVZAP_KOKKOS_BUILD to accept, or empty), KVZAP_BUILT_WITH_HDF5 (libraries to use if they exist).
@@ -71,6 +72,26 @@ if(NOT KVZAP_MISSING AND KVZAP_WITH_MPI)
   find_package(MPI QUIET COMPONENTS CXX)
   if(NOT MPI_CXX_FOUND)
     set(KVZAP_MISSING "MPI was not found; name its compiler in MPI_CXX_COMPILER")
+  endif()
+endif()
+
+# Optional: without it, ranks exchange values of devices by MPI. Python's package nvidia-nccl has the library's
+# versioned name alone.
+if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_NCCL)
+  set(kvzap_nccl_places ${NCCL_ROOT} $ENV{NCCL_ROOT} ${CUDAToolkit_TARGET_DIR})
+  find_path(KVZAP_NCCL_INCLUDE_DIR nccl.h HINTS ${kvzap_nccl_places} PATH_SUFFIXES include)
+  find_library(KVZAP_NCCL_LIBRARY NAMES nccl libnccl.so.2 HINTS ${kvzap_nccl_places} PATH_SUFFIXES lib lib64)
+  mark_as_advanced(KVZAP_NCCL_INCLUDE_DIR KVZAP_NCCL_LIBRARY)
+  if(NOT KVZAP_KOKKOS_BACKENDS MATCHES "CUDA" OR NOT KVZAP_WITH_MPI)
+    set(KVZAP_MISSING "NCCL (KVZAP_ENABLE_NCCL) needs MPI and a Kokkos with CUDA; found MPI ${KVZAP_WITH_MPI}, Kokkos with \
+${KVZAP_KOKKOS_BACKENDS}")
+  elseif(NOT KVZAP_NCCL_INCLUDE_DIR OR NOT KVZAP_NCCL_LIBRARY)
+    set(KVZAP_MISSING "NCCL (KVZAP_ENABLE_NCCL) was not found; name its folder in NCCL_ROOT, or its parts in \
+KVZAP_NCCL_INCLUDE_DIR and KVZAP_NCCL_LIBRARY")
+  elseif(NOT TARGET kvzap::nccl)
+    add_library(kvzap::nccl INTERFACE IMPORTED ${KVZAP_IMPORTED_SCOPE})
+    target_include_directories(kvzap::nccl SYSTEM INTERFACE ${KVZAP_NCCL_INCLUDE_DIR})
+    target_link_libraries(kvzap::nccl INTERFACE ${KVZAP_NCCL_LIBRARY})
   endif()
 endif()
 

@@ -33,6 +33,10 @@ set(KVZAP_CONFIG_ONEDNN OFF)
 if(TARGET kvzap::onednn)
   set(KVZAP_CONFIG_ONEDNN REQUIRED)
 endif()
+set(KVZAP_CONFIG_NCCL OFF)
+if(TARGET kvzap::nccl)
+  set(KVZAP_CONFIG_NCCL ON)
+endif()
 configure_package_config_file(cmake/kvzapConfig.cmake.in kvzapConfig.cmake
   INSTALL_DESTINATION ${config_dir} PATH_VARS KVZAP_DATA_DIR)
 # Before version 1 a new minor version may change the interface.

@@ -165,6 +165,9 @@ const std::vector<EnvironmentVariable>& environment_variables() {
       {"KVZAP_PACK", "off: keep weights as plain rows; default: oneDNN's layout for the processor"},
       {"KVZAP_GRAPH",
        "off: launch each kernel of a decode step on a GPU by itself; default: all at once"},
+      {"KVZAP_NCCL",
+       "off: ranks on GPUs exchange values by MPI alone; default: by NCCL, if this "
+       "build has it and each rank has a GPU of its own"},
       {"KVZAP_API_KEY", "kvzap serve: an API key, beside those of --api-key-file"},
       {"COLUMNS", "characters per line of help and progress; default: those of the terminal"},
   };

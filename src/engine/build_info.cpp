@@ -14,6 +14,7 @@
 #include "linalg/host/onednn.hpp"
 #include "linalg/quantised/products.hpp"
 #include "parallel/gpu_aware.hpp"
+#include "parallel/nccl_ranks.hpp"
 
 #if KVZAP_HAVE_MPI
 #include <mpi.h>
@@ -135,6 +136,7 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"Kokkos", fmt::format("{}, {}", kokkos_version(), kokkos_backends())},
       {"Kokkos Kernels", kokkos_kernels_version()},
       {"MPI", mpi_text()},
+      {"NCCL", parallel::NcclRanks::version()},
       {"HDF5", hdf5_text()},
       {"BLAS", blas_library()},
       {"oneDNN", linalg::onednn::is_available() ? linalg::onednn::version() : "none"},

@@ -124,7 +124,7 @@ std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCall
     m_step.place_positions();
     for (engine::LayerBlock* const of_layers : m_blocks) of_layers->begin(m_step);
     m_embedding.begin(m_step);
-    if (can_plan()) {
+    if (all_can_plan()) {
       run_planned();
       const int layers = static_cast<int>(m_layers.size());
       if (progress) m_step.locally([&] { progress("prefill", layers, layers); });
@@ -166,6 +166,7 @@ void Decoder::run_layers(const ProgressCallback& progress) {
 void Decoder::begin(const StepBatch& batch) {
   check(batch);
   m_step.forget_failure();
+  parallel::RankExchange::prepare(m_step.exec, m_comm);
   bool begun = false;
   try {
     m_step.locally([&] {

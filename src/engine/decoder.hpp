@@ -131,8 +131,11 @@ class Decoder {
   LayerBlocks blocks_of(const LayerConfig& layer);
   void run_layers(const ProgressCallback& progress);
   bool can_plan() const;
+  bool all_can_plan() const;
   void plan();
   std::vector<std::int64_t> planned_shape() const;
+  std::vector<std::int64_t> plan_with_ranks();
+  bool record(engine::RecordedSteps::Recorded& recorded);
   void run_planned();
   void check(const StepBatch& batch) const;
   void begin(const StepBatch& batch);
@@ -213,6 +216,7 @@ class Decoder {
   bool m_agrees_often = false;  // after each layer
   // A shape is recorded when it comes a second time: the first time, memory is taken.
   engine::RecordedSteps m_recorded;
+  engine::ShapeNumbers m_shape_numbers;
   std::int64_t m_repeated_steps = 0;
   int m_refusals = 0;                   // recordings that failed
   std::optional<StepBatch> m_external;  // of begin_step, until end_step

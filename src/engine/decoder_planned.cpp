@@ -2,6 +2,7 @@
 // is planned for all layers ahead, and read by kernels from memory.
 #include "base/scratch.hpp"
 #include "engine/decoder.hpp"
+#include "parallel/traffic.hpp"
 
 namespace kvzap {
 namespace {
@@ -11,12 +12,12 @@ constexpr int most_refusals = 3;
 
 }  // namespace
 
-// One token for each sequence, one rank, and blocks that only launch kernels.
+// One token for each sequence, and blocks that only launch kernels.
 bool Decoder::can_plan() const {
   const engine::StepOutputs& outputs = m_step.outputs;
   const bool reads_all =
       outputs.count() == m_step.tokens() && outputs.n_hidden() == 0 && outputs.are_consecutive();
-  if (!m_step.deferred || m_comm.size() > 1 || m_observer || !reads_all) return false;
+  if (!m_step.deferred || m_observer || !reads_all) return false;
   if (m_step.tokens() > m_step.most_rows()) return false;  // they pass layers in blocks
   if (m_step.has_scores && !m_scorer->is_repeatable()) return false;
   if (m_inputs || m_alt_up || m_joined || m_step.outcome() != engine::done) return false;
@@ -27,6 +28,14 @@ bool Decoder::can_plan() const {
   }
   if (m_model.config().experts && !m_experts.by_choices()) return false;
   return base::LaunchGraph::is_available() && m_attention.can_plan(m_step);
+}
+
+// Ranks must have exchanges that do not wait, and must all be able to.
+bool Decoder::all_can_plan() const {
+  if (m_comm.size() == 1) return can_plan();
+  if (!m_step.deferred || m_agrees_often) return false;
+  if (!parallel::RankExchange::enqueues(m_step.exec, m_comm)) return false;
+  return m_comm.all_reduce_max(can_plan() ? 0 : 1) == 0;
 }
 
 // In the order in which the layers run, because attention reads a layer before its new row is in.
@@ -59,30 +68,59 @@ std::vector<std::int64_t> Decoder::planned_shape() const {
   return shape;
 }
 
-void Decoder::run_planned() {
-  base::LaunchGraph* graph = nullptr;  // null: the launches are not to be recorded
+// Plans the step. Returns its shape, which several ranks make of the numbers of their own shapes: a
+// call of NCCL is recorded, or launched by a graph, on all ranks or on none.
+std::vector<std::int64_t> Decoder::plan_with_ranks() {
+  std::vector<std::int64_t> shape;
   m_step.locally([&] {
     plan();
-    const auto found = m_recorded.find(planned_shape());
-    if (found.came_before && m_refusals < most_refusals) graph = &found.graph;
+    shape = planned_shape();
+  });
+  if (m_comm.size() == 1) return shape;
+  std::vector<std::int64_t> numbers(m_comm.size() + 1, 0);
+  numbers[0] = m_step.outcome();
+  numbers[m_comm.rank() + 1] = m_shape_numbers.of(shape);
+  m_comm.all_reduce_max(numbers.data(), numbers.size());
+  m_step.throw_if(numbers[0]);
+  return numbers;  // memory that moves on a rank changes a number: the first one stays
+}
+
+// Records the launches of the step on all ranks, or on none.
+bool Decoder::record(engine::RecordedSteps::Recorded& recorded) {
+  bool is_recorded = false;
+  Traffic& traffic = parallel::traffic_of_process();
+  const Traffic before = traffic;
+  m_step.locally(
+      [&] { is_recorded = recorded.graph.record(m_step.exec, [&] { run_layers({}); }); });
+  recorded.traffic.calls = traffic.calls - before.calls;
+  recorded.traffic.bytes = traffic.bytes - before.bytes;
+  traffic = before;
+  m_cache.note_planned(false);
+  m_step.pending = linalg::Matrix();
+  const bool fails = !is_recorded || m_step.outcome() != engine::done;
+  if (m_comm.all_reduce_max(fails ? 1 : 0) == 0) return true;
+  // The backend may refuse to record what it launches; an error of the step's own comes again.
+  ++m_refusals;
+  recorded.graph.clear();
+  m_step.forget_failure();
+  return false;
+}
+
+void Decoder::run_planned() {
+  const std::vector<std::int64_t> shape = plan_with_ranks();
+  if (m_step.outcome() != engine::done) return;
+  engine::RecordedSteps::Recorded* recorded = nullptr;  // null: the launches are not to be recorded
+  m_step.by_policy([&] {
+    const auto found = m_recorded.find(shape);
+    if (found.came_before && m_refusals < most_refusals) recorded = &found.recorded;
   });
   if (m_step.outcome() != engine::done) return;
-  if (graph == nullptr) return run_layers({});
-  if (!graph->is_recorded()) {
-    bool recorded = false;
-    m_step.locally([&] { recorded = graph->record(m_step.exec, [&] { run_layers({}); }); });
-    m_cache.note_planned(false);
-    m_step.pending = linalg::Matrix();
-    if (!recorded || m_step.outcome() != engine::done) {
-      // The backend may refuse to record what it launches; an error of the step's own comes again.
-      ++m_refusals;
-      graph->clear();
-      m_step.forget_failure();
-      return run_layers({});
-    }
-  }
-  m_step.locally([&] {
-    graph->launch(m_step.exec);
+  if (recorded == nullptr) return run_layers({});
+  if (!recorded->graph.is_recorded() && !record(*recorded)) return run_layers({});
+  m_step.by_policy([&] {
+    recorded->graph.launch(m_step.exec);
+    parallel::traffic_of_process().calls += recorded->traffic.calls;
+    parallel::traffic_of_process().bytes += recorded->traffic.bytes;
     m_cache.note_planned(true);
     ++m_repeated_steps;
   });

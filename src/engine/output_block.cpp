@@ -52,6 +52,7 @@ void OutputBlock::reserve(Step& step) {
 
 std::vector<StepResult> OutputBlock::run(Step& step) {
   const StepOutputs& outputs = step.outputs;
+  parallel::RankExchange::wait(step.exec, step.comm);
   step.locally([&] { read(step); });
   if (step.deferred) {
     step.locally([&] { step.cache.collect(m_sequences); });

@@ -5,7 +5,14 @@
 #include <new>
 #include <string>
 
+#include "parallel/traffic.hpp"
+
 namespace kvzap {
+
+Traffic& parallel::traffic_of_process() {
+  static Traffic traffic;
+  return traffic;
+}
 
 void Communicator::agree(const std::function<void()>& local_work) const { agree(local_work, true); }
 

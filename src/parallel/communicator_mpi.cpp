@@ -7,11 +7,14 @@
 #include <limits>
 #include <string>
 
-#include "base/stopwatch.hpp"
 #include "parallel/mpi_session.hpp"
 #include "parallel/node_memory.hpp"
+#include "parallel/traffic.hpp"
 
 namespace kvzap {
+
+using parallel::Counted;
+
 namespace {
 
 void check(int code, const char* call) {
@@ -33,23 +36,6 @@ int narrow(std::size_t count, const char* call) {
 // own buffers, which grow with the message, stay small (Open MPI takes half the message on each
 // rank).
 constexpr std::size_t max_piece = std::size_t{1} << 22;
-
-Traffic& traffic_of_process() {
-  static Traffic traffic;
-  return traffic;
-}
-
-/// Counts a call, and its time as long as the object exists.
-class Counted {
- public:
-  explicit Counted(std::size_t bytes) : m_watch(traffic_of_process().seconds) {
-    ++traffic_of_process().calls;
-    traffic_of_process().bytes += static_cast<std::int64_t>(bytes);
-  }
-
- private:
-  base::Stopwatch m_watch;
-};
 
 template <class Value, class Combine>
 void reduce(Value* values, std::size_t count, MPI_Datatype type, MPI_Op operation,
@@ -294,6 +280,6 @@ void Communicator::transfer(char* data, std::size_t bytes, int from, int to) con
   }
 }
 
-Traffic Communicator::traffic() { return traffic_of_process(); }
+Traffic Communicator::traffic() { return parallel::traffic_of_process(); }
 
 }  // namespace kvzap

@@ -9,20 +9,42 @@
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "parallel/gpu_aware.hpp"
+#include "parallel/nccl_ranks.hpp"
 
 namespace kvzap::parallel {
 
-/// Collective functions of a Communicator, of values that kernels read and write. Holds host
-/// buffers for MPI libraries that cannot read device memory, and keeps them between calls. Later
-/// work on the instance `exec` sees the results.
+/// Collective functions of a Communicator, of values that kernels read and write. Later work on the
+/// instance `exec` sees the results. NCCL enqueues the calls where it is used (NcclRanks::of);
+/// otherwise MPI makes them after a fence. Holds host buffers for MPI libraries that cannot read
+/// device memory, and keeps them between calls.
 class RankExchange {
  public:
   using Counts = std::vector<std::int64_t>;
+
+  /// Throws the error of NcclRanks::is_wanted.
+  RankExchange();
+
+  /// Makes NCCL's communicator if it is to be used and does not exist. Otherwise the first of the
+  /// calls below makes it. Collective.
+  static void prepare(const ExecutionSpace& exec, const Communicator& comm) {
+    NcclRanks::of(comm, exec);
+  }
+  /// Returns whether the calls below only enqueue work. False before `prepare`.
+  static bool enqueues(const ExecutionSpace& exec, const Communicator& comm) {
+    return NcclRanks::known(comm, exec) != nullptr;
+  }
+  /// Waits for the instance if NCCL has calls on it, to throw NCCL's errors (NcclRanks::wait).
+  static void wait(const ExecutionSpace& exec, const Communicator& comm) {
+    if (NcclRanks* const ranks = NcclRanks::known(comm, exec)) ranks->wait(exec);
+  }
 
   /// Replaces each of `values` (contiguous) by its sum over ranks.
   void sum(const ExecutionSpace& exec, const Communicator& comm, const linalg::Matrix& values) {
     if (comm.size() == 1) return;
     const auto count = static_cast<std::int64_t>(values.size());
+    if (NcclRanks* const ranks = NcclRanks::of(comm, exec)) {
+      return ranks->sum(exec, values.data(), count);
+    }
     float* const data = reads_kernel_memory() ? values.data() : room(m_sent, count);
     give(exec, values.data(), count, data);
     comm.all_reduce_sum(data, count);
@@ -30,11 +52,17 @@ class RankExchange {
   }
   void all_gather(const ExecutionSpace& exec, const Communicator& comm, const float* values,
                   const Counts& counts, float* all) {
+    if (NcclRanks* const ranks = NcclRanks::of(comm, exec)) {
+      return ranks->all_gather(exec, values, counts, all);
+    }
     call(exec, values, counts[comm.rank()], all, sum_of(counts),
          [&](const float* from, float* to) { comm.all_gather(from, counts, to); });
   }
   void exchange(const ExecutionSpace& exec, const Communicator& comm, const float* values,
                 const Counts& sent, float* all, const Counts& received) {
+    if (NcclRanks* const ranks = NcclRanks::of(comm, exec)) {
+      return ranks->exchange(exec, values, sent, all, received);
+    }
     call(exec, values, sum_of(sent), all, sum_of(received),
          [&](const float* from, float* to) { comm.exchange(from, sent, to, received); });
   }
@@ -42,7 +70,7 @@ class RankExchange {
   /// Allocates the host buffers for calls in which this rank gives up to `sent` floats and gets up
   /// to `received` (for a sum: 0), so that these allocate nothing.
   void reserve(const Communicator& comm, std::int64_t sent, std::int64_t received) {
-    if (comm.size() == 1 || reads_kernel_memory()) return;
+    if (comm.size() == 1 || reads_kernel_memory() || enqueues(ExecutionSpace(), comm)) return;
     room(m_sent, sent);
     room(m_received, received);
   }

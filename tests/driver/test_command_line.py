@@ -171,6 +171,7 @@ class Environment(TestCase):
             ("KVZAP_PACK", "on or off"),
             ("KVZAP_KERNELS", "host or device"),
             ("KVZAP_GRAPH", "on or off"),
+            ("KVZAP_NCCL", "on or off"),
         ]:
             result = run_command([KVZAP, "run", *map(str, PLAIN)], env={**os.environ, name: "bogus"})
             self.assertEqual(result.code, 1)

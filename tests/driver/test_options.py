@@ -478,7 +478,7 @@ class Help(TestCase):
         lines = result.text.splitlines()
         self.assertEqual(lines[0], f"kvzap {declared.group(1)}")
         parts = {line[:16].strip(): line[17:] for line in lines[1:]}
-        self.assertEqual(list(parts), ["revision", "Kokkos", "Kokkos Kernels", "MPI", "HDF5", "BLAS",
+        self.assertEqual(list(parts), ["revision", "Kokkos", "Kokkos Kernels", "MPI", "NCCL", "HDF5", "BLAS",
                                        "oneDNN", "instruction set", "byte products", "compiler"])
         for name, what in parts.items():
             self.assertTrue(what.strip(), name)

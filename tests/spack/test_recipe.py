@@ -51,6 +51,7 @@ def builds():
             variants["line_editor"] = not variants["server"]
             variants["python"] = variants["shared"] = variants["onednn"]
             variants["pic"] = True
+            variants["nccl"] = variants["server"]
             variants["plot"] = not variants["python"]
             dependencies = {"openblas": stand_in.Build({"threads": "none"})}
             for name, version in (("kokkos", kokkos), ("cuda", cuda), ("hip", "6.2"), ("python", "3.13")):
@@ -95,9 +96,9 @@ class Recipe(unittest.TestCase):
         self.assertEqual(
             set(variants),
             {"mpi", "hdf5", "openmp", "cuda", "cuda_arch", "rocm", "amdgpu_target", "sycl", "onednn",
-             "server", "line_editor", "plot", "python", "shared", "pic", "tests"},
+             "nccl", "server", "line_editor", "plot", "python", "shared", "pic", "tests"},
         )
-        for name in ("cuda", "rocm", "sycl", "python", "shared", "tests"):
+        for name in ("cuda", "rocm", "sycl", "nccl", "python", "shared", "tests"):
             self.assertIs(variants[name]["default"], False)
 
     def test_every_condition_speaks_of_known_variants(self):
@@ -124,6 +125,9 @@ class Recipe(unittest.TestCase):
                 if on["hdf5"]:
                     self.assertEqual(found["hdf5"], {"@1.10:", "+mpi" if on["mpi"] else "~mpi"})
                 self.assertEqual("onednn" in found, on["onednn"])
+                self.assertEqual("nccl" in found, on["nccl"])
+                if on["nccl"]:
+                    self.assertEqual("cuda_arch=90" in found["nccl"], on.get("cuda_arch") == "90")
                 self.assertEqual("boost" in found, on["server"])
                 self.assertEqual("libedit" in found, on["line_editor"])
                 self.assertEqual("googletest" in found, on["tests"])
@@ -170,6 +174,10 @@ class Recipe(unittest.TestCase):
                 name = {"CUDA": "cuda", "HIP": "rocm", "SYCL": "sycl"}
                 if on[name[first]] and on[name[second]]:
                     expected.append(f"{first} or {second}")
+            if on["nccl"] and not on["cuda"]:
+                expected.append("needs +cuda")
+            if on["nccl"] and not on["mpi"]:
+                expected.append("needs +mpi")
             found = conflicts(self.package, build)
             with self.subTest(variants=on):
                 self.assertEqual(len(found), len(expected), found)
@@ -210,7 +218,7 @@ class Recipe(unittest.TestCase):
             on = build.variants
             given = self.package(build).cmake_args()
             with self.subTest(variants=on, kokkos=build["kokkos"].version):
-                for name in ("MPI", "HDF5", "OPENMP", "ONEDNN", "SERVER", "LINE_EDITOR", "PYTHON", "TESTS"):
+                for name in ("MPI", "HDF5", "OPENMP", "ONEDNN", "NCCL", "SERVER", "LINE_EDITOR", "PYTHON", "TESTS"):
                     value = "ON" if on[name.lower()] else "OFF"
                     self.assertIn(f"-DKVZAP_ENABLE_{name}:BOOL={value}", given)
                 for name, variant in (("BUILD_SHARED_LIBS", "shared"), ("CMAKE_POSITION_INDEPENDENT_CODE", "pic")):

@@ -32,6 +32,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     variant("openmp", default=True, description="Run the loops of hosts, and Kokkos, on OpenMP's threads")
     variant("sycl", default=False, description="Run on Intel GPUs through SYCL")
     variant("onednn", default=True, description="oneDNN for dense products on the host")
+    variant("nccl", default=False, description="NCCL between ranks on NVIDIA's GPUs")
     variant("server", default=True, description="kvzap serve")
     variant("line_editor", default=True, description="Line editor of kvzap chat")
     variant("plot", default=True, description="Python packages that kvzap-plot runs on")
@@ -74,6 +75,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     for _arch in CudaPackage.cuda_arch_values:
         for _package in ("kokkos", "kokkos-kernels"):
             depends_on(f"{_package} +cuda cuda_arch={_arch}", when=f"+cuda cuda_arch={_arch}")
+        depends_on(f"nccl cuda_arch={_arch}", when=f"+nccl cuda_arch={_arch}")
     for _target in ROCmPackage.amdgpu_targets:
         # Kokkos Kernels takes its target from Kokkos.
         depends_on(f"kokkos +rocm amdgpu_target={_target}", when=f"+rocm amdgpu_target={_target}")
@@ -83,6 +85,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     depends_on("hdf5@1.10: ~mpi", when="+hdf5 ~mpi")
     depends_on("zlib-api", when="+hdf5")
     depends_on("onednn@2.6:", when="+onednn")
+    depends_on("nccl@2.13.4:", when="+nccl")
 
     depends_on("nlohmann-json@3.9:")
     depends_on("fmt@8:")
@@ -111,6 +114,8 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
     conflicts("+rocm", when="+cuda", msg="Kokkos has one device backend at a time: CUDA or HIP")
     conflicts("+sycl", when="+cuda", msg="Kokkos has one device backend at a time: CUDA or SYCL")
     conflicts("+sycl", when="+rocm", msg="Kokkos has one device backend at a time: HIP or SYCL")
+    conflicts("~cuda", when="+nccl", msg="NCCL is of CUDA's devices: +nccl needs +cuda")
+    conflicts("~mpi", when="+nccl", msg="ranks are MPI's: +nccl needs +mpi")
     conflicts("~pic", when="+shared", msg="shared libraries need position-independent code")
     conflicts("~pic", when="+python", msg="the Python module needs position-independent code")
     conflicts("%gcc@:8", msg="std::filesystem and C++17 need GCC 9 or newer")
@@ -123,6 +128,7 @@ class Kvzap(CMakePackage, CudaPackage, ROCmPackage):
             self.define_from_variant("KVZAP_ENABLE_HDF5", "hdf5"),
             self.define_from_variant("KVZAP_ENABLE_OPENMP", "openmp"),
             self.define_from_variant("KVZAP_ENABLE_ONEDNN", "onednn"),
+            self.define_from_variant("KVZAP_ENABLE_NCCL", "nccl"),
             self.define_from_variant("KVZAP_ENABLE_SERVER", "server"),
             self.define_from_variant("KVZAP_ENABLE_LINE_EDITOR", "line_editor"),
             self.define_from_variant("KVZAP_ENABLE_TESTS", "tests"),

@@ -110,7 +110,7 @@ void Decoder::run_planned() {
   const std::vector<std::int64_t> shape = plan_with_ranks();
   if (m_step.outcome() != engine::done) return;
   engine::RecordedSteps::Recorded* recorded = nullptr;  // null: the launches are not to be recorded
-  m_step.by_policy([&] {
+  m_step.by_policy([&] {  // an error on one rank ends all: they have agreed on the step
     const auto found = m_recorded.find(shape);
     if (found.came_before && m_refusals < most_refusals) recorded = &found.recorded;
   });

@@ -52,7 +52,9 @@ void OutputBlock::reserve(Step& step) {
 
 std::vector<StepResult> OutputBlock::run(Step& step) {
   const StepOutputs& outputs = step.outputs;
-  parallel::RankExchange::wait(step.exec, step.comm);
+  if (step.deferred || outputs.n_head() > 0) {
+    parallel::RankExchange::wait(step.exec, step.comm);  // the next fence would hide NCCL's errors
+  }
   step.locally([&] { read(step); });
   if (step.deferred) {
     step.locally([&] { step.cache.collect(m_sequences); });

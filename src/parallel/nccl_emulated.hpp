@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/launch.hpp"
+#include "parallel/traffic.hpp"
 
 namespace kvzap::parallel::nccl {
 
@@ -153,7 +154,7 @@ inline std::int64_t number_of_call(ncclComm_t comm) {
 /// Ends the program unless all ranks have come to the same call with the same count.
 inline void check_alike(ncclComm_t comm, std::int64_t number, std::int64_t count) {
   std::int64_t most[] = {number, -number, count, -count};
-  check_mpi(MPI_Allreduce(MPI_IN_PLACE, most, 4, MPI_INT64_T, MPI_MAX, comm->ranks));
+  Communicator(comm->ranks).all_reduce_max(most, 4);
   if (most[0] != -most[1]) fail("ranks launch different recorded calls");
   if (most[2] != -most[3]) fail("ranks sum different numbers of values");
 }
@@ -164,10 +165,11 @@ inline ncclResult_t ncclAllReduce(const float* from, float* to, std::size_t coun
   const std::int64_t number = number_of_call(comm);
   base::launch([=] {
     stream.fence();
+    const Traffic before = traffic_of_process();
     check_alike(comm, number, static_cast<std::int64_t>(count));
     if (from != to) std::copy_n(from, count, to);
-    check_mpi(
-        MPI_Allreduce(MPI_IN_PLACE, to, static_cast<int>(count), MPI_FLOAT, MPI_SUM, comm->ranks));
+    Communicator(comm->ranks).all_reduce_sum(to, count);  // sleeps while it waits
+    traffic_of_process() = before;
   });
   return ncclSuccess;
 }

@@ -21,7 +21,7 @@ namespace kvzap::parallel {
 namespace {
 
 #if !defined(KOKKOS_ENABLE_CUDA)
-using namespace nccl;
+using namespace nccl;  // NOLINT(google-build-using-namespace): NCCL's names
 #endif
 
 std::string failure(ncclResult_t result, const char* call, ncclComm_t comm) {

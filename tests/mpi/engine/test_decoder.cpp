@@ -423,9 +423,8 @@ struct Sequences {
 };
 
 // Decode steps whose launches were recorded give what steps give that launch anew, bit for bit,
-// while heads grow by pages and parts, sequences come and go, and memory moves.
-// Ranks record and repeat the same steps. Returns how many were repeated, of
-// each half of a run.
+// while heads grow by pages and parts, sequences come and go, and memory moves. Returns how many
+// were repeated: of the last third of each run, and before.
 std::vector<std::int64_t> compare_repeated(const Shape& shape, const Communicator& comm) {
   const bool before = base::machine().on_device();
   base::machine().set_device(true);

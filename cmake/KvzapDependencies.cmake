@@ -80,7 +80,7 @@ endif()
 if(NOT KVZAP_MISSING AND KVZAP_WITH_PRIVATE AND KVZAP_WITH_NCCL)
   set(kvzap_nccl_places ${NCCL_ROOT} $ENV{NCCL_ROOT} ${CUDAToolkit_TARGET_DIR})
   find_path(KVZAP_NCCL_INCLUDE_DIR nccl.h HINTS ${kvzap_nccl_places} PATH_SUFFIXES include)
-  find_library(KVZAP_NCCL_LIBRARY NAMES nccl libnccl.so.2 HINTS ${kvzap_nccl_places} PATH_SUFFIXES lib lib64)
+  find_library(KVZAP_NCCL_LIBRARY NAMES nccl libnccl.so.2 NAMES_PER_DIR HINTS ${kvzap_nccl_places} PATH_SUFFIXES lib lib64)
   mark_as_advanced(KVZAP_NCCL_INCLUDE_DIR KVZAP_NCCL_LIBRARY)
   if(NOT KVZAP_KOKKOS_BACKENDS MATCHES "CUDA" OR NOT KVZAP_WITH_MPI)
     set(KVZAP_MISSING "NCCL (KVZAP_ENABLE_NCCL) needs MPI and a Kokkos with CUDA; found MPI ${KVZAP_WITH_MPI}, Kokkos with \

@@ -12,6 +12,7 @@
 #include "base/cuda/has_tensor_cores.hpp"
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
+#include "base/scratch.hpp"
 
 namespace kvzap {
 
@@ -30,6 +31,7 @@ struct attention::Kernels {
   HostAttention host;
   SplitKV split;
   PanelAttention panels;
+  linalg::Vector of_tiles;  // scratch space of tensor_cores::attend_span
 };
 
 namespace {
@@ -224,7 +226,10 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
     if (which.panels) {
       const bool by_tensor_cores =
           options.path != AttentionPath::panels && base::cuda::has_tensor_cores();
-      if (by_tensor_cores && attention::tensor_cores::attend_span(exec, span, call)) continue;
+      if (by_tensor_cores &&
+          attention::tensor_cores::attend_span(exec, span, call, m_kernels->of_tiles)) {
+        continue;
+      }
       m_kernels->panels(exec, span, call);
     } else {
       attention::attend_portable(exec, span, call);
@@ -297,7 +302,13 @@ void Attention::reserve(const AttentionExtents& extents, AttentionPath path) {
     }
   }
   if (which.split) m_kernels->split.reserve(extents);
-  if (which.panels) m_kernels->panels.reserve(m_dtype, extents);
+  if (which.panels) {
+    m_kernels->panels.reserve(m_dtype, extents);
+    base::reserve_scratch(
+        m_kernels->of_tiles,
+        static_cast<std::int64_t>(attention::tensor_cores::span_scratch_floats(m_dtype, extents)),
+        "kvzap::attention::tile_partials");
+  }
 }
 
 std::size_t Attention::scratch_bytes(DType dtype, const AttentionExtents& extents,
@@ -311,7 +322,10 @@ std::size_t Attention::scratch_bytes(DType dtype, const AttentionExtents& extent
     }
   }
   return spans + (which.split ? attention::SplitKV::scratch_bytes(extents) : 0) +
-         (which.panels ? attention::PanelAttention::scratch_bytes(dtype, extents) : 0);
+         (which.panels
+              ? attention::PanelAttention::scratch_bytes(dtype, extents) +
+                    sizeof(float) * attention::tensor_cores::span_scratch_floats(dtype, extents)
+              : 0);
 }
 
 }  // namespace kvzap

@@ -11,4 +11,10 @@ int most_block_memory() {
   return given ? std::atoi(given) : 227 << 10;
 }
 
+// So few that some tests have more blocks, and others fewer, or KVZAP_MULTIPROCESSORS.
+int multiprocessors() {
+  const char* const given = std::getenv("KVZAP_MULTIPROCESSORS");
+  return given ? std::atoi(given) : 8;
+}
+
 }  // namespace kvzap::base::cuda

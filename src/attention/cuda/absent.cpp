@@ -11,8 +11,10 @@ bool attend_quantised_parts(const ExecutionSpace&, const SplitSpans&, std::int64
                             const CachedLayer&, const AttentionCall&) {
   return false;
 }
-bool attend_span(const ExecutionSpace&, const AttentionSpan&, const AttentionCall&) {
+bool attend_span(const ExecutionSpace&, const AttentionSpan&, const AttentionCall&,
+                 linalg::Vector&) {
   return false;
 }
+std::size_t span_scratch_floats(DType, const AttentionExtents&) { return 0; }
 
 }  // namespace kvzap::attention::tensor_cores

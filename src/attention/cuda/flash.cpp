@@ -1,56 +1,41 @@
-#include "attention/cuda/flash_kernel.hpp"
+#include "attention/cuda/flash_launch.hpp"
 #include "attention/cuda/tensor_cores.hpp"
-#include "base/cuda/has_tensor_cores.hpp"
-#include "base/cuda/launch.hpp"
 
 namespace kvzap::attention::tensor_cores {
 namespace {
 
-cuda::FlashSpan span_of(const AttentionSpan& span, const AttentionCall& call) {
-  cuda::FlashSpan found{};
-  found.rows = place_of(span);
-  found.queries = call.queries.data();
-  found.query_strides = strides_of(call.queries);
-  found.output = call.output.data();
-  found.output_strides = strides_of(call.output);
-  if (call.wants_lse()) {
-    found.lse = call.lse.data();
-    found.lse_row_stride = static_cast<std::int64_t>(call.lse.stride(0));
-    found.lse_head_stride = static_cast<std::int64_t>(call.lse.stride(1));
-  }
-  found.first_query = static_cast<std::int32_t>(span.first_query);
-  found.count = static_cast<std::int32_t>(span.queries * call.group);
-  found.first_seen = static_cast<std::int32_t>(span.seen_new_rows(0));
-  found.more_seen = span.new_rows > 0 ? 1 : 0;
-  found.window = static_cast<std::int32_t>(span.window);
-  found.group = call.group;
-  found.soft_cap = call.soft_cap;
-  return found;
-}
-
-template <class Value, int D>
-bool launch_tiles(const ExecutionSpace& exec, const AttentionSpan& span,
-                  const AttentionCall& call) {
-  using Tiles = cuda::FlashTiles<Value, D>;
-  if (Tiles::bytes > base::cuda::most_block_memory()) return false;
-  static std::atomic<bool> is_prepared{false};
-  const std::int64_t tiles =
-      (span.queries * call.group + Tiles::query_rows - 1) / Tiles::query_rows;
-  base::cuda::launch(exec, is_prepared, cuda::attend_tiles<Value, D>,
-                     {tiles, call.kv_heads, 32 * Tiles::warps, Tiles::bytes}, span_of(span, call),
-                     wide_rows_of<Value>(span.cached, call));
-  return true;
+// Bounds the floats of a span's partial results: those of as many blocks as run at once, or of the
+// most parts of all query rows.
+template <int D>
+std::int64_t partial_floats(const AttentionExtents& extents) {
+  const std::int64_t rows = extents.tokens * extents.group * extents.kv_heads;
+  return std::min(cuda::blocks_at_once<D>() * cuda::FlashTiles<D>::query_rows,
+                  cuda::most_flash_parts * rows) *
+         (D + 2);
 }
 
 }  // namespace
 
-bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call) {
+std::size_t span_scratch_floats(DType dtype, const AttentionExtents& extents) {
+  std::int64_t floats = 0;
+  if (base::cuda::has_tensor_cores()) {
+    with_wide_heads(dtype, extents.head_dim, [&](auto, auto dim) {
+      floats = partial_floats<decltype(dim)::value>(extents);
+      return true;
+    });
+  }
+  return static_cast<std::size_t>(floats);
+}
+
+bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call,
+                 linalg::Vector& scratch) {
   // Its pages may be those of quantised rows as long as they have none.
   for (int head = 0; span.cached.format.quantised() && head < call.kv_heads; ++head) {
-    if (span.cached.bounds(head) > 0) return false;
+    if (span.cached.bounds(head) > 0) return attend_quantised_span(exec, span, call, scratch);
   }
   return with_wide_heads(call.dtype(), call.dim, [&](auto zero, auto dim) {
-    return launch_tiles<decltype(zero), decltype(dim)::value>(exec, span, call);
+    return cuda::launch_tiles<decltype(zero), decltype(dim)::value, false>(exec, span, call,
+                                                                           scratch);
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cuda/split_tiles.hpp"
+#include "attention/cuda/warp_loops.hpp"
 #include "attention/device/split_parts.hpp"
 #include "base/soft_cap.hpp"
 #include "linalg/device/lane_rows.hpp"
@@ -33,15 +34,6 @@ struct SplitMemory {
   static constexpr int results = warps * heads_at_once * (result_stride + 2) * 4;
   static constexpr int queries_at = tiles > results ? tiles : results;
   static constexpr int bytes = queries_at + (Tiles::quantised ? heads_at_once * Tiles::dim * 4 : 0);
-};
-
-/// Loops by the lanes of a warp.
-struct WarpLoops {
-  template <class Body>
-  KVZAP_CUDA void each(int n, const Body& body) const {
-    for (int i = lane_of_warp(); i < n; i += 32) body(i);
-    wait_for_warp();
-  }
 };
 
 /// Rotates the queries of `own` heads, as quantised rows are rotated. All threads call this.

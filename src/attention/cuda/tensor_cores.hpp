@@ -7,6 +7,7 @@
 
 #include "attention/call.hpp"
 #include "attention/device/split_parts.hpp"
+#include "linalg/gemm.hpp"
 
 namespace kvzap::attention::tensor_cores {
 
@@ -41,8 +42,16 @@ bool attend_quantised_parts(const ExecutionSpace& exec, const SplitSpans& spans,
                             const CachedLayer& cached, const AttentionCall& call);
 
 /// Computes one span of any number of query tokens. Returns false, and does nothing, if it sees
-/// quantised rows, if there is no kernel for the type and size of heads or if the device has too
-/// little shared memory.
-bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call);
+/// rows of 3 or 2 bits, if there is no kernel for the type and size of heads (those of
+/// attend_wide_parts; with quantised rows 64, 96, 128 or 256 dimensions) or if the device has too
+/// little shared memory. Few query tokens over many rows take scratch space for parts of the rows;
+/// it waits if `scratch` has to grow.
+bool attend_span(const ExecutionSpace& exec, const AttentionSpan& span, const AttentionCall& call,
+                 linalg::Vector& scratch);
+/// The same for a span that sees quantised rows.
+bool attend_quantised_span(const ExecutionSpace& exec, const AttentionSpan& span,
+                           const AttentionCall& call, linalg::Vector& scratch);
+/// Returns the most floats of scratch space that attend_span takes.
+std::size_t span_scratch_floats(DType dtype, const AttentionExtents& extents);
 
 }  // namespace kvzap::attention::tensor_cores

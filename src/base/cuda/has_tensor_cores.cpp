@@ -22,4 +22,18 @@ int most_block_memory() {
 #endif
 }
 
+int multiprocessors() {
+#if defined(KOKKOS_ENABLE_CUDA)
+  static const int count = [] {
+    int found = 1;
+    (void)cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount,
+                                 Kokkos::Cuda().cuda_device());
+    return found;
+  }();
+  return count;
+#else
+  return 1;
+#endif
+}
+
 }  // namespace kvzap::base::cuda

@@ -7,6 +7,9 @@ namespace kvzap::base::cuda {
 /// NVIDIA's with compute capability 8.0 or more, otherwise 0.
 int most_block_memory();
 
+/// Returns the multiprocessors of that device.
+int multiprocessors();
+
 /// Whether kernels for tensor cores can run.
 inline bool has_tensor_cores() { return most_block_memory() > 0; }
 

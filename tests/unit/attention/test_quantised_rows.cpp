@@ -46,11 +46,12 @@ class QuantisedAttention : public ::testing::Test {
   }
 
   void check(int dim, int group, int page_rows, const std::vector<SpanCase>& cases,
-             const PageFormat& format, unsigned seed) {
+             const PageFormat& format, unsigned seed, float soft_cap = 0) {
     SCOPED_TRACE("dim " + std::to_string(dim) + " group " + std::to_string(group) + " pages of " +
                  std::to_string(page_rows) + " " +
                  kvzap::name_of(format, kvzap::DTypeOf<Value>::value));
     Batch<Value> batch(dim, group, 8, page_rows, cases, seed, Arrangement::right, format);
+    batch.soft_cap = soft_cap;
     batch.solve();
     for (const SimdLevel level : simd_levels<Value>()) {
       const LevelInUse in_use(level);
@@ -105,6 +106,50 @@ TYPED_TEST(QuantisedAttention, AgreesWithDoublePrecision) {
     this->check(dims[i], group, pages[i % 3], mixed(), formats[i % 4 + 4], 400 + i);
     if (i < 3) this->check(dims[i], group, pages[i], mixed(), formats[i + 1], 500 + i);
     ++i;
+  }
+}
+
+// Kernels for tensor cores split the rows of such spans into parts, of both kinds of rows.
+TYPED_TEST(QuantisedAttention, FewQueriesOverManyRows) {
+  const std::vector<SpanCase> cases = {
+      {{1500, 300}, 8, 5, 9}, {{0, 700}, 8, 2, 2}, {{512, 65}, 8, 33, 400}};
+  this->check(128, 4, 64, cases, formats[0], 601);
+  this->check(64, 2, 7, cases, formats[1], 602);
+  this->check(96, 1, 64, cases, formats[2], 603);
+  this->check(256, 2, 64, cases, formats[3], 604);
+  this->check(128, 2, 64, cases, formats[1], 605, 0.2f);
+}
+
+// Rows whose values are 0 or tiny, beside others: their weights count, and no weight is lost.
+TYPED_TEST(QuantisedAttention, RowsOfTinyValues) {
+  using Value = typename TestFixture::Value;
+  for (const PageFormat& format : {formats[0], formats[1]}) {
+    Batch<Value> batch(64, 2, 4, 16, {{{0, 0}, 0, 9, 9}}, 9, Arrangement::right, format);
+    Array<Value> keys(80, 2, 64, Arrangement::right), values(80, 2, 64, Arrangement::right);
+    std::mt19937 random(10);
+    fill_random(keys, 0, random);
+    fill_random(values, 0, random);
+    for (int t = 0; t < 80; t += 3) {
+      for (int h = 0; h < 2; ++h) {
+        for (int d = 0; d < 64; ++d) {
+          values.at(t, h, d) = Value(t % 2 == 0 ? 0.0f : 1e-6f * uniform(random));
+          // These rows have the largest scores.
+          keys.at(t, h, d) = Value(2 * batch.queries.at(3, 2 * h, d));
+        }
+      }
+    }
+    keys.upload();
+    values.upload();
+    const kvzap::ExecutionSpace exec;
+    batch.cache.append(exec, batch.sequences[0], 0, keys.template view<const Value>(),
+                       values.template view<const Value>(), {}, {});
+    batch.spans[0].cached = batch.cache.layer(batch.sequences[0], 0);
+    batch.solve();
+    for (const AttentionPath path : paths) {
+      SCOPED_TRACE(name_of(path));
+      this->compare(batch, batch.attend(this->m_attention, batch.spans, path),
+                    this->tolerance_of_quantised(path));
+    }
   }
 }
 

@@ -125,6 +125,20 @@ TYPED_TEST(AttentionSpans, AnyMixAgreesWithDoublePrecision) {
   }
 }
 
+// Kernels for tensor cores split the rows of such spans into parts.
+TYPED_TEST(AttentionSpans, FewQueriesOverManyRows) {
+  const std::vector<SpanCase> cases = {{{1500, 300}, 8, 5, 9},
+                                       {{0, 700}, 8, 2, 2},
+                                       {{0, 0}, 0, 33, 900},
+                                       {{0, 0}, 0, 20, 900, 500},
+                                       {{260, 513}, 8, 16, 0}};
+  this->check(128, 4, 8, 64, cases, 120);
+  this->check(80, 1, 8, 7, cases, 121, Arrangement::strided);
+  this->check(256, 2, 8, 64, cases, 122);
+  this->m_soft_cap = 0.2f;
+  this->check(64, 8, 8, 64, cases, 123);
+}
+
 // Ranks that hold a part of a head's rows attend over cached rows alone.
 TYPED_TEST(AttentionSpans, WithoutNewRowsQueriesSeeCachedRows) {
   const int pages[] = {1, 7, 64};

@@ -319,6 +319,13 @@ void multiply(float (&sums)[4], const std::uint32_t (&a)[4], std::uint32_t b0, s
 }
 
 template <class Value>
+void multiply_first(float (&sums)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                    std::uint32_t b1) {
+  for (float& sum : sums) sum = 0;
+  multiply<Value>(sums, a, b0, b1);
+}
+
+template <class Value>
 std::uint32_t rounded_pair(float lower, float upper) {
   return std::uint32_t{Value(lower).bits} | std::uint32_t{Value(upper).bits} << 16;
 }

@@ -106,6 +106,25 @@ KVZAP_CUDA void multiply(float (&sums)[4], const std::uint32_t (&a)[4], std::uin
   }
 }
 
+/// The same for sums = a b.
+template <class Value>
+KVZAP_CUDA void multiply_first(float (&sums)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                               std::uint32_t b1) {
+  if constexpr (std::is_same_v<Value, half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+  }
+}
+
 /// Two values, rounded: the first in the lower half of a word.
 template <class Value>
 KVZAP_CUDA std::uint32_t rounded_pair(float lower, float upper) {

@@ -49,11 +49,13 @@ std::int64_t blocks_at_once() {
 /// tiles. The span alone decides, so results do not depend on other spans.
 template <int D>
 std::int32_t flash_parts(const AttentionSpan& span, std::int64_t blocks, int kv_heads) {
-  constexpr std::int64_t least_tiles = 4;
+  // The merge is one more launch, which fewer rows do not make up for.
+  constexpr std::int64_t least_tiles = 4, least_rows = 1024;
   std::int64_t rows = 0;
   for (int head = 0; head < kv_heads; ++head) rows = std::max(rows, span.cached.bounds(head));
   rows += span.cached.ring_rows() + span.new_rows;
   if (span.window > 0) rows = std::min(rows, span.window + span.queries);
+  if (rows < least_rows) return 1;
   const std::int64_t by_rows = rows / (FlashTiles<D>::key_rows * least_tiles);
   return static_cast<std::int32_t>(std::max<std::int64_t>(
       1, std::min({blocks_at_once<D>() / blocks, by_rows, most_flash_parts})));

@@ -112,7 +112,7 @@ TYPED_TEST(QuantisedAttention, AgreesWithDoublePrecision) {
 // Kernels for tensor cores split the rows of such spans into parts, of both kinds of rows.
 TYPED_TEST(QuantisedAttention, FewQueriesOverManyRows) {
   const std::vector<SpanCase> cases = {
-      {{700, 300}, 8, 5, 9}, {{0, 600}, 8, 2, 2}, {{512, 65}, 8, 33, 400}};
+      {{1100, 300}, 8, 5, 9}, {{0, 600}, 8, 2, 2}, {{512, 65}, 8, 33, 700}};
   this->check(128, 4, 64, cases, formats[0], 601);
   this->check(64, 2, 7, cases, formats[1], 602);
   this->check(96, 1, 64, cases, formats[2], 603);

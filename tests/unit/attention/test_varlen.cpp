@@ -127,10 +127,10 @@ TYPED_TEST(AttentionSpans, AnyMixAgreesWithDoublePrecision) {
 
 // Kernels for tensor cores split the rows of such spans into parts.
 TYPED_TEST(AttentionSpans, FewQueriesOverManyRows) {
-  const std::vector<SpanCase> cases = {{{700, 300}, 8, 5, 9},
-                                       {{0, 520}, 8, 2, 2},
+  const std::vector<SpanCase> cases = {{{1100, 300}, 8, 5, 9},
+                                       {{0, 1024}, 8, 2, 2},
                                        {{0, 0}, 0, 33, 540},
-                                       {{0, 0}, 0, 20, 900, 400},
+                                       {{0, 0}, 0, 20, 1100, 1010},
                                        {{260, 513}, 8, 16, 0}};
   this->check(128, 4, 8, 64, cases, 120);
   this->check(80, 1, 8, 7, cases, 121, Arrangement::strided);

@@ -33,8 +33,9 @@ inline ModelConfig block_config() {
 /// A step of new sequences with these numbers of tokens. The caller reserves step and blocks.
 struct OneStep {
   OneStep(const ModelConfig& config, const std::vector<int>& lengths,
-          const HeadPartition& partition, const Communicator& comm, StepOutput output)
-      : model(Model::load("", config, DType::f32, partition, comm.rank(), {17})),
+          const HeadPartition& partition, const Communicator& comm, StepOutput output,
+          DType dtype = DType::f32)
+      : model(Model::load("", config, dtype, partition, comm.rank(), {17})),
         cache(DType::f32, model::cache_shape(config, partition, comm.rank(), 4, 16)),
         step(model, comm, cache) {
     for (const int length : lengths) {
@@ -51,11 +52,11 @@ struct OneStep {
     cache.begin_step(step.exec, spans);
   }
   OneStep(const ModelConfig& config, const std::vector<int>& lengths,
-          StepOutput output = StepOutput::none)
+          StepOutput output = StepOutput::none, DType dtype = DType::f32)
       : OneStep(config, lengths,
                 HeadPartition::even(static_cast<int>(config.num_hidden_layers),
                                     static_cast<int>(config.num_key_value_heads), 1),
-                Communicator::self(), output) {}
+                Communicator::self(), output, dtype) {}
 
   Model model;
   KVCache cache;

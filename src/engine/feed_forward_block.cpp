@@ -34,7 +34,10 @@ void FeedForwardBlock::reserve(Step& step, const Weights& weights) {
 linalg::Matrix FeedForwardBlock::run(Step& step, int layer, const linalg::Matrix& x) {
   const Weights& weights = step.weights(layer).dense;
   const auto m = static_cast<std::int64_t>(x.extent(0));
+  linalg::RoundedRows rounded;
   step.locally([&] {
+    rounded = activated(step, weights, x, step.rounded);
+    if (rounded.exist()) return;
     enter(step, weights, x, step.rounded);
     m_adapters.add(step, step.weights(layer).gate_up_adapter, x, step.rounded,
                    step.matrix(Step::gates, m, weights.gate_up.outputs()));
@@ -43,8 +46,9 @@ linalg::Matrix FeedForwardBlock::run(Step& step, int layer, const linalg::Matrix
     cut_gates(step, layer, static_cast<float>(*cutoff), m);
   }
   const linalg::Matrix inputs = step.matrix(Step::projected, m, width_of(step, weights));
-  linalg::RoundedRows rounded;
-  step.locally([&] { rounded = gate(step, weights, !step.config.has_inner_norms, inputs); });
+  step.locally([&] {
+    if (!rounded.exist()) rounded = gate(step, weights, !step.config.has_inner_norms, inputs);
+  });
   if (step.config.has_inner_norms) {
     norm_inputs(step, inputs, weights.inner_norm, static_cast<float>(step.config.rms_norm_eps),
                 step.config.intermediate_size, linalg::Matrix(m_squares.data(), m, 2));
@@ -55,9 +59,28 @@ linalg::Matrix FeedForwardBlock::run(Step& step, int layer, const linalg::Matrix
 
 void FeedForwardBlock::run(Step& step, const Weights& weights, const linalg::Matrix& x,
                            const linalg::RoundedRows& rounded, const linalg::Matrix& y) {
-  enter(step, weights, x, rounded);
   const linalg::Matrix inputs = step.matrix(Step::projected, x.extent(0), width_of(step, weights));
+  const linalg::RoundedRows at_once = activated(step, weights, x, rounded);
+  if (at_once.exist()) return leave(step, weights, inputs, at_once, y);
+  enter(step, weights, x, rounded);
   leave(step, weights, inputs, gate(step, weights, true, inputs), y);
+}
+
+// The inputs of down in bf16, in the memory of the gates, if the first product can activate its
+// sums; else empty.
+linalg::RoundedRows FeedForwardBlock::activated(Step& step, const Weights& weights,
+                                                const linalg::Matrix& x,
+                                                const linalg::RoundedRows& rounded) {
+  const auto epilogue = model::epilogue_of(step.config);
+  const bool fits = epilogue && weights.down.quantised() == nullptr &&
+                    weights.down.dtype() == DType::bf16 &&
+                    weights.rounded_bias.extent(0) == weights.gate_up_bias.extent(0);
+  if (!fits) return {};
+  linalg::Activated result;
+  result.epilogue = *epilogue;
+  result.bias = weights.rounded_bias;
+  result.values = reinterpret_cast<bfloat16*>(step.data(Step::gates));
+  return step.linear.activated(step.exec, x, rounded, weights.gate_up, result);
 }
 
 // Gates and up projections, to Step::gates.

@@ -30,6 +30,8 @@ class FeedForwardBlock final : public ChannelMixer {
   static void multiply(const Step& step, const linalg::Matrix& y);
 
  private:
+  static linalg::RoundedRows activated(Step& step, const Weights& weights, const linalg::Matrix& x,
+                                       const linalg::RoundedRows& rounded);
   static void enter(Step& step, const Weights& weights, const linalg::Matrix& x,
                     const linalg::RoundedRows& rounded);
   void cut_gates(Step& step, int layer, float cutoff, std::int64_t m);

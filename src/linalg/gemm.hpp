@@ -4,6 +4,7 @@
 #include <kvzap/core/types.hpp>
 
 #include "linalg/linear_weights.hpp"
+#include "linalg/product.hpp"
 #include "linalg/rounded_rows.hpp"
 
 namespace kvzap::linalg {
@@ -65,6 +66,13 @@ void pack_rows(const void* rows, std::int64_t begin, std::int64_t n_rows,
 /// Writes the inputs of one output, widened, to `target`. Hosts only.
 void unpack_row(const LinearWeights& weights, std::int64_t row, float* target);
 
+/// What LinearMap::activated computes, and where it writes.
+struct Activated {
+  Epilogue epilogue = Epilogue::none;
+  Kokkos::View<const bfloat16*, MemorySpace> bias;  // (n), or empty
+  bfloat16* values = nullptr;                       // (m, n), other memory than that of x
+};
+
 /// y = x W^T + bias, as in torch.nn.Linear, accumulated in float for every type of W. An object
 /// keeps scratch space and must not be used by two threads at a time.
 ///
@@ -92,12 +100,21 @@ class LinearMap {
   void operator()(const ExecutionSpace& exec, const ConstMatrix& x, const RoundedRows& rounded,
                   const LinearWeights& weights, const ConstVector& bias, const Matrix& y);
 
+  /// Returns rows of bf16: result.values = epilogue(x W^T + result.bias), in one launch, rounded
+  /// once. Computes no product and returns empty rows unless products keep the type bf16 of these
+  /// weights and the library has an algorithm.
+  RoundedRows activated(const ExecutionSpace& exec, const ConstMatrix& x,
+                        const RoundedRows& rounded, const LinearWeights& weights,
+                        const Activated& result);
+
   /// Returns a buffer in which the kernel that makes x (m, k) can leave x rounded for weights of
   /// this type, so that no further kernel has to round it. Empty if products take x as float. Valid
   /// for one x at a time.
   RoundedRows room_for_rounded(DType dtype, std::int64_t m, std::int64_t k);
 
  private:
+  RoundedRows in_type_of(const ExecutionSpace& exec, const ConstMatrix& x,
+                         const RoundedRows& rounded, const LinearWeights& weights);
   void by_own_type(const ExecutionSpace& exec, const ConstMatrix& x, const RoundedRows& rounded,
                    const LinearWeights& weights, const ConstVector& bias, const Matrix& y);
   void by_quantised(const ExecutionSpace& exec, const ConstMatrix& x, const LinearWeights& weights,

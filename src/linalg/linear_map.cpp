@@ -502,9 +502,9 @@ Route choose_route(std::int64_t rows, const LinearWeights& weights) {
   return rule->route;
 }
 
-// y = x W^T, both operands in the type of the weights. `rounded`: x, unless that type is float.
-void own_product(const ExecutionSpace& exec, const ConstMatrix& x, const RoundedRows& rounded,
-                 const LinearWeights& weights, const Matrix& y) {
+/// x W^T, both operands in the type of the weights. `rounded`: x, unless that type is float.
+Product own_product(const ConstMatrix& x, const RoundedRows& rounded,
+                    const LinearWeights& weights) {
   Product product;
   product.dtype = weights.dtype();
   product.m = x.extent(0);
@@ -520,9 +520,7 @@ void own_product(const ExecutionSpace& exec, const ConstMatrix& x, const Rounded
   product.b = weights.memory().data();
   product.b_stride = weights.inputs();
   product.transposed = true;
-  product.c = y.data();
-  product.c_stride = y.stride(0);
-  multiply(exec, product);
+  return product;
 }
 
 }  // namespace
@@ -539,24 +537,61 @@ RoundedRows LinearMap::room_for_rounded(DType dtype, std::int64_t m, std::int64_
   return room;
 }
 
-void LinearMap::by_own_type(const ExecutionSpace& exec, const ConstMatrix& x,
-                            const RoundedRows& rounded, const LinearWeights& weights,
-                            const ConstVector& bias, const Matrix& y) {
-  const auto rows = static_cast<std::int64_t>(x.extent(0));
-  RoundedRows operand = rounded;
+RoundedRows LinearMap::in_type_of(const ExecutionSpace& exec, const ConstMatrix& x,
+                                  const RoundedRows& rounded, const LinearWeights& weights) {
+  if (rounded.exist()) return rounded;
+  RoundedRows operand;
   with_value_type(weights.dtype(), [&](auto zero) {
     using Value = decltype(zero);
     if constexpr (!std::is_same_v<Value, float>) {
-      if (!operand.exist()) {
-        operand = room_for_rounded(weights.dtype(), rows, weights.inputs());
-        round_rows(exec, x, RowRounder<Value>(operand));
-      }
+      operand = room_for_rounded(weights.dtype(), x.extent(0), weights.inputs());
+      round_rows(exec, x, RowRounder<Value>(operand));
     }
   });
-  own_product(exec, x, operand, weights, y);
-  ConstVector unscale;
-  if (operand.unscale != nullptr) unscale = ConstVector(operand.unscale, rows);
-  finish_rows(exec, unscale, bias, y);
+  return operand;
+}
+
+void LinearMap::by_own_type(const ExecutionSpace& exec, const ConstMatrix& x,
+                            const RoundedRows& rounded, const LinearWeights& weights,
+                            const ConstVector& bias, const Matrix& y) {
+  const RoundedRows operand = in_type_of(exec, x, rounded, weights);
+  Product product = own_product(x, operand, weights);
+  product.c = y.data();
+  product.c_stride = y.stride(0);
+  ConstVector unscale, added = bias;
+  if (operand.unscale != nullptr) {
+    unscale = ConstVector(operand.unscale, x.extent(0));
+  } else if (bias.extent(0) > 0) {
+    product.bias = bias.data();
+    if (has_fused_product(exec, product)) {
+      added = {};
+    } else {
+      product.bias = nullptr;
+    }
+  }
+  multiply(exec, product);
+  finish_rows(exec, unscale, added, y);
+}
+
+RoundedRows LinearMap::activated(const ExecutionSpace& exec, const ConstMatrix& x,
+                                 const RoundedRows& rounded, const LinearWeights& weights,
+                                 const Activated& result) {
+  const bool fits = keeps_type() && weights.dtype() == DType::bf16 &&
+                    weights.quantised() == nullptr && x.extent(0) > 0 && weights.outputs() > 0 &&
+                    weights.inputs() > 0;
+  if (!fits) return {};
+  Product product = own_product(x, in_type_of(exec, x, rounded, weights), weights);
+  product.c = result.values;
+  product.c_dtype = DType::bf16;
+  product.c_stride = weights.outputs();
+  product.bias = result.bias.data();
+  product.epilogue = result.epilogue;
+  if (!has_fused_product(exec, product)) return {};
+  multiply(exec, product);
+  RoundedRows rows;
+  rows.dtype = DType::bf16;
+  rows.values = result.values;
+  return rows;
 }
 
 void LinearMap::operator()(const ExecutionSpace& exec, const ConstMatrix& x,

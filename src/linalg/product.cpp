@@ -2,12 +2,23 @@
 
 #include <kvzap/core/array_view.hpp>
 
+#include "base/kokkos_compat.hpp"
 #include "base/launch.hpp"
 #include "linalg/device/cublas.hpp"
+#include "linalg/host/row_kernels.hpp"
 
 namespace kvzap::linalg {
 
 bool has_product_library() { return cublas::is_available; }
+
+bool has_fused_product([[maybe_unused]] const ExecutionSpace& exec,
+                       [[maybe_unused]] const Product& product) {
+#if defined(KOKKOS_ENABLE_CUDA)
+  return cublas::has_algorithm(exec, product);
+#else
+  return true;
+#endif
+}
 
 namespace {
 
@@ -50,10 +61,20 @@ KOKKOS_INLINE_FUNCTION void dots(const Value* a, const Value* b, std::int64_t b_
   }
 }
 
-template <class Value>
+KOKKOS_INLINE_FUNCTION float finished(Epilogue epilogue, float sum) {
+  if (epilogue == Epilogue::none) return sum;
+  if (epilogue == Epilogue::relu) return sum < 0 ? 0.0f : sum;
+  // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
+  const float y = gelu_scale * (sum + gelu_cubic * sum * sum * sum);
+  return sum / (1.0f + base::math::exp(-y));
+}
+
+template <class Value, class Result>
 void plain_product(const ExecutionSpace& exec, const Product& p) {
   const auto* const all_a = static_cast<const Value*>(p.a);
   const auto* const all_b = static_cast<const Value*>(p.b);
+  auto* const all_c = static_cast<Result*>(p.c);
+  const auto* const bias = static_cast<const Result*>(p.bias);
   const std::int64_t blocks = (p.n + columns_at_once - 1) / columns_at_once;
   base::parallel_for(
       "kvzap::product::plain",
@@ -90,9 +111,11 @@ void plain_product(const ExecutionSpace& exec, const Product& p) {
             }
           }
         }
-        float* c = p.c + batch * p.c_step + row * p.c_stride + first;
+        Result* c = all_c + batch * p.c_step + row * p.c_stride + first;
         for (int j = 0; j < count; ++j) {
-          c[j] = p.alpha * sums[j] + (p.beta == 0 ? 0 : p.beta * c[j]);
+          const float kept = p.beta == 0 ? 0 : p.beta * static_cast<float>(c[j]);
+          const float added = bias == nullptr ? kept : kept + static_cast<float>(bias[first + j]);
+          c[j] = Result(finished(p.epilogue, p.alpha * sums[j] + added));
         }
       });
 }
@@ -104,7 +127,9 @@ void multiply(const ExecutionSpace& exec, const Product& product) {
 #if defined(KOKKOS_ENABLE_CUDA)
   if (product.k > 0) return cublas::multiply(exec, product);
 #endif
-  with_value_type(product.dtype, [&](auto zero) { plain_product<decltype(zero)>(exec, product); });
+  if (product.c_dtype == DType::bf16) return plain_product<bfloat16, bfloat16>(exec, product);
+  with_value_type(product.dtype,
+                  [&](auto zero) { plain_product<decltype(zero), float>(exec, product); });
 }
 
 }  // namespace kvzap::linalg

@@ -6,7 +6,11 @@
 
 namespace kvzap::linalg {
 
-/// c (m, n) = alpha * a * b + beta * c, `batch` times. All matrices are row-major.
+/// What a product applies to its sums after it has added the bias.
+enum class Epilogue { none, relu, gelu_tanh };
+
+/// c (m, n) = alpha * a * b + beta * c, `batch` times. All matrices are row-major. With a bias or
+/// an epilogue, which take one product without batch: c = epilogue(alpha * a * b + bias).
 struct Product {
   DType dtype = DType::f32;  // of a and b
   std::int64_t m = 0, n = 0, k = 0;
@@ -16,7 +20,8 @@ struct Product {
   const void* b = nullptr;  // (n, k) if transposed, else (k, n)
   std::int64_t b_stride = 0;
   bool transposed = false;
-  float* c = nullptr;
+  void* c = nullptr;
+  DType c_dtype = DType::f32;  // or bf16, for products of bf16
   std::int64_t c_stride = 0;
   float alpha = 1;
   float beta = 0;
@@ -24,12 +29,21 @@ struct Product {
   std::int64_t a_step = 0;  // elements from one product of the batch to the next
   std::int64_t b_step = 0;
   std::int64_t c_step = 0;
+  const void* bias = nullptr;  // (n), of the type of c; or null
+  Epilogue epilogue = Epilogue::none;
+
+  bool is_fused() const { return bias != nullptr || epilogue != Epilogue::none; }
 };
 
 /// Computes the product on `exec` without waiting; sums are accumulated in float. On CUDA cuBLAS
-/// computes it: 16-bit operands use the tensor cores, float ones do not (no TF32). Elsewhere a
-/// plain kernel does. With k = 0, c = beta * c. Throws Error if the library refuses.
+/// computes it, cuBLASLt with a bias or an epilogue: 16-bit operands use the tensor cores, float
+/// ones do not (no TF32). Elsewhere a plain kernel does. With k = 0, which takes neither bias nor
+/// epilogue, c = beta * c. Throws Error if the library refuses.
 void multiply(const ExecutionSpace& exec, const Product& product);
+
+/// Whether multiply() takes this product, which has a bias or an epilogue: cuBLASLt may lack an
+/// algorithm for it. The plain kernel takes all.
+bool has_fused_product(const ExecutionSpace& exec, const Product& product);
 
 /// Whether a vendor's library computes these products.
 bool has_product_library();

@@ -101,7 +101,7 @@ std::size_t Model::bytes() const {
   const auto add_feed_forward = [&](const auto& part) {
     add_linear(part.gate_up, part.down);
     add(part.inner_norm);
-    add(part.gate_up_bias, part.down_bias);
+    add(part.gate_up_bias, part.down_bias, part.rounded_bias);
   };
   const auto add_norms = [&](const auto&... norms) { (add(norms.weight, norms.bias), ...); };
   for (const auto& l : m_weights->layers) {

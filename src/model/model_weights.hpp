@@ -2,12 +2,30 @@
 #pragma once
 
 #include <kvzap/model/model.hpp>
+#include <optional>
 #include <vector>
 
 #include "linalg/host/row_kernels.hpp"
 #include "linalg/linear_weights.hpp"
+#include "linalg/product.hpp"
 
 namespace kvzap {
+
+namespace model {
+
+/// Returns the activation of feed-forward parts if a product's epilogue can apply it: nothing else
+/// may come between the product and the activation.
+inline std::optional<linalg::Epilogue> epilogue_of(const ModelConfig& config) {
+  if (config.gates_feed_forward || config.gate_multiplier != 1 || config.has_inner_norms ||
+      config.shared_blocks) {
+    return {};
+  }
+  if (config.activation == Activation::relu) return linalg::Epilogue::relu;
+  if (config.activation == Activation::gelu_tanh) return linalg::Epilogue::gelu_tanh;
+  return {};
+}
+
+}  // namespace model
 
 /// All matrices are (outputs, inputs), as in torch.nn.Linear. Those of the layers may be packed or
 /// quantised, and so may an output head that is not tied. Maps of the same input form one matrix,
@@ -22,6 +40,8 @@ struct Model::Weights {
   struct FeedForward {
     Linear gate_up;       // (2 * width, hidden): gate, then up; or up alone: (width, hidden)
     Vector gate_up_bias;  // or empty
+    /// gate_up_bias in bf16 if a product of gate_up may apply the activation, else empty.
+    Kokkos::View<bfloat16*, MemorySpace> rounded_bias;
     Linear down;          // (hidden, width)
     Vector down_bias;     // on rank 0 alone: it is added once, before the sum over ranks
     Vector inner_norm;    // (width): of the inputs of down; or empty

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "linalg/product_kinds.hpp"
 #include "model/families/family.hpp"
 #include "model/read_latent.hpp"
 #include "model/read_states.hpp"
@@ -510,10 +511,17 @@ class LayerReader {
     }
     if (!has_bias) return result;
     result.gate_up_bias = m_source.vector(gate_and_up("bias"));
+    result.rounded_bias = rounded_bias(result);
     if (m_rank == 0) {
       result.down_bias = m_source.vector({{named(down, "bias"), m_config.hidden_size, m_hidden}});
     }
     return result;
+  }
+  /// The bias of a part whose first product may apply the activation.
+  Kokkos::View<bfloat16*, MemorySpace> rounded_bias(const FeedForward& part) const {
+    if (!linalg::keeps_type() || !epilogue_of(m_config)) return {};
+    if (part.gate_up.dtype() != DType::bf16 || part.gate_up.quantised() != nullptr) return {};
+    return rounded(part.gate_up_bias);
   }
   FeedForward feed_forward(std::string_view block, std::int64_t width, bool has_bias,
                            std::string_view gate_up = "") const {

@@ -375,6 +375,16 @@ linalg::LinearWeights WeightSource::arranged(const TensorRows& part, std::int64_
   return {linalg::WeightLayout::rows, m_dtype, outputs, inputs, bytes};
 }
 
+Kokkos::View<bfloat16*, MemorySpace> rounded(const Kokkos::View<float*, MemorySpace>& numbers) {
+  const Kokkos::View<bfloat16*, MemorySpace> result("kvzap::weights::rounded", numbers.extent(0));
+  const auto source = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), numbers);
+  const auto target = Kokkos::create_mirror_view(result);
+  std::transform(source.data(), source.data() + source.size(), target.data(),
+                 [](float number) { return bfloat16(number); });
+  Kokkos::deep_copy(result, target);
+  return result;
+}
+
 Kokkos::View<float*, MemorySpace> WeightSource::vector(const std::vector<TensorRows>& parts,
                                                        float summand, float factor) const {
   if (plans(total(parts), 1, sizeof(float))) {

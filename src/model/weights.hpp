@@ -41,6 +41,9 @@ inline void append_shifted(Ranges& ranges, const Ranges& added, std::int64_t by)
   for (const auto& [begin, end] : added) ranges.emplace_back(begin + by, end + by);
 }
 
+/// Returns a copy of numbers in bf16.
+Kokkos::View<bfloat16*, MemorySpace> rounded(const Kokkos::View<float*, MemorySpace>& numbers);
+
 inline std::int64_t total(const Ranges& ranges) {
   std::int64_t sum = 0;
   for (const auto& [begin, end] : ranges) sum += end - begin;

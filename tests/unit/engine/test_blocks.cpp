@@ -37,6 +37,8 @@ void expect_near(const Matrix& found, const Numbers& expected) {
   }
 }
 
+std::vector<std::string> step_kernels;
+
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
 /// down (silu(gate x) * up x)
@@ -128,6 +130,61 @@ TEST(FeedForwardBlock, NormsTheInputsOfTheLastMap) {
   }
   const Numbers expected = product(inputs, weights.down);
   expect_near(block.run(one.step, 0, x), expected);
+}
+
+// Where the product itself adds the bias and activates. Inputs of both products are bf16.
+TEST(FeedForwardBlock, ActivatesInTheProduct) {
+  const bool was_device = base::machine().on_device();
+  base::machine().set_device(true);
+  ModelConfig config = block_config();
+  config.architecture = "Starcoder2ForCausalLM";
+  config.gates_feed_forward = false;
+  config.mlp_bias = true;
+  for (const Activation activation : {Activation::gelu_tanh, Activation::relu, Activation::gelu}) {
+    config.activation = activation;
+    OneStep one(config, {5}, StepOutput::none, DType::bf16);
+    const auto& weights = one.step.weights(0).dense;
+    const bool activates = activation != Activation::gelu;
+    EXPECT_EQ(weights.rounded_bias.extent(0), activates ? 20u : 0u);
+    engine::FeedForwardBlock block;
+    block.reserve(one.step);
+    const Matrix x = input_of(one.step);
+    Numbers before = on_host(x);
+    for (double& number : before) number = static_cast<float>(bfloat16(number));
+    const auto add = [](const auto& bias, Numbers& numbers) {
+      const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), bias);
+      for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] += host(i % host.extent(0));
+    };
+    Numbers inputs = product(before, weights.gate_up);
+    add(weights.gate_up_bias, inputs);
+    for (double& number : inputs) {
+      const double inner = std::sqrt(2 / M_PI) * (number + 0.044715 * number * number * number);
+      number = activation == Activation::relu   ? std::max(number, 0.0)
+               : activation == Activation::gelu ? number / 2 * (1 + std::erf(number / std::sqrt(2)))
+                                                : number / 2 * (1 + std::tanh(inner));
+    }
+    Numbers expected = product(inputs, weights.down);
+    add(weights.down_bias, expected);
+    step_kernels.clear();
+    Kokkos::Tools::Experimental::set_begin_parallel_for_callback(
+        [](const char* label, const std::uint32_t, std::uint64_t*) {
+          step_kernels.emplace_back(label);
+        });
+    const Numbers found = on_host(block.run(one.step, 0, x));
+    Kokkos::Tools::Experimental::set_begin_parallel_for_callback(nullptr);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      ASSERT_NEAR(found[i], expected[i], 0.02 * (1 + std::fabs(expected[i]))) << i;
+    }
+    const auto count = [](const char* label) {
+      return std::count(step_kernels.begin(), step_kernels.end(), label);
+    };
+    if (base::runs_on_host) {
+      EXPECT_EQ(count("kvzap::product::plain"), 2);
+    }
+    EXPECT_EQ(count("kvzap::step::activate"), activates ? 0 : 1);
+    EXPECT_EQ(count("kvzap::linear::finish"), 0);
+  }
+  base::machine().set_device(was_device);
 }
 
 TEST(ExpertsBlock, EqualsPlainLoops) {

@@ -1,0 +1,49 @@
+// Products in the terms of cuBLASLt but without its types, so that hosts can check them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "linalg/product.hpp"
+
+namespace kvzap::linalg {
+
+/// A matrix stored by columns.
+struct StoredMatrix {
+  DType dtype = DType::f32;
+  std::int64_t rows = 0, columns = 0;
+  std::int64_t stride = 0;  // elements from one column to the next
+};
+
+/// d = epilogue(alpha * op(a) * op(b) + beta * d + bias). The bias has a value for each row of d.
+struct LibraryCall {
+  StoredMatrix a, b, d;
+  bool a_transposed = false, b_transposed = false;
+  const void* a_data = nullptr;
+  const void* b_data = nullptr;
+  void* d_data = nullptr;
+  float alpha = 1, beta = 0;
+  const void* bias = nullptr;  // of the type of d, or null
+  Epilogue epilogue = Epilogue::none;
+};
+
+/// Returns the call for a product without batch. Columns of the library are our rows, so the
+/// operands are exchanged.
+LibraryCall library_call(const Product& product);
+
+/// Returns the columns of d for which an algorithm is chosen: so many or up to an eighth more.
+/// Rounding keeps the number of choices small. Columns are far apart in memory, so an algorithm for
+/// more of them fits fewer ones.
+std::int64_t columns_of_choice(const LibraryCall& call);
+
+/// The call for which the library chooses an algorithm: `call` with columns_of_choice.
+LibraryCall choice_of(const LibraryCall& call);
+
+/// The largest power of two up to 16 that divides an address.
+int alignment_of(const void* address);
+
+/// What a chosen algorithm depends on. Equal for calls that may share one.
+using LibraryKey = std::array<std::int64_t, 17>;
+LibraryKey key_of(const LibraryCall& call);
+
+}  // namespace kvzap::linalg

@@ -274,8 +274,8 @@ def stages():
     short, long = (1024, 4096, 8192, 16384, 32768), (65536, 131072)
     return [
         # Not run or not finished on a GPU so far.
-        Tests("tests-tensor-cores", 60, unit, "AttentionSpans/*:NonFinite/*:QuantisedAttention/*:*TensorCores*:QuantisedMap.DeviceKernels",
-              "*TensorCores*"),
+        Tests("tests-tensor-cores", 60, unit, "AttentionSpans/*:NonFinite/*:QuantisedAttention/*:*TensorCores*:QuantisedMap.DeviceKernels:"
+              "FusedMap.*:Float8*", "*TensorCores*"),
         Tests("tests-graphs", 45, golden, "*FamilyGoldens*", NOTHING),
         Tests("tests-caches", 90, unit, "CacheSteps/*:CacheInvariants/*:PagePool.*:ForkBeginning*:CacheCopies.*:Cache/*Forks*",
               "PagePool.*:ForkBeginning/0.*:CacheCopies.*"),

@@ -88,6 +88,10 @@ struct Activated {
 /// (quantised::prefers_blocks), it unpacks the weights to bf16 or f32, whichever is faster, and
 /// rounds both operands to bf16 in the former case. A device unpacks them to their dtype, or reads
 /// a few rows of x as float.
+///
+/// With weights of 8-bit floats a device of compute capability 9.0 rounds 32 rows of x and more to
+/// such floats too (multiplies_float8): each x is off by at most 1/16 of its value, or by 2^-10 of
+/// 1/448 of the largest magnitude of its 128 inputs, whichever is more.
 class LinearMap {
  public:
   /// x (m, k), weights (n, k), bias (n) or empty, y (m, n).
@@ -119,6 +123,8 @@ class LinearMap {
                    const LinearWeights& weights, const ConstVector& bias, const Matrix& y);
   void by_quantised(const ExecutionSpace& exec, const ConstMatrix& x, const LinearWeights& weights,
                     const ConstVector& bias, const Matrix& y);
+  bool by_float8(const ExecutionSpace& exec, const ConstMatrix& x, const LinearWeights& weights,
+                 const ConstVector& bias, const Matrix& y);
 
   Vector m_panel;    // widened weights
   Vector m_widened;  // x, rounded to bf16 and widened again
@@ -130,6 +136,8 @@ class LinearMap {
   Bytes m_bytes;     // rows of x in bytes
   Vector m_spread;   // x with zeros beside ranges of inputs
   Bytes m_unpacked;  // weights
+  Vector m_scales;   // of rows of x in 8-bit floats, then of such weights
+  Vector m_padded;   // y with padding rows
 };
 
 }  // namespace kvzap::linalg

@@ -7,6 +7,7 @@
 #include "base/launch.hpp"
 #include "base/scratch.hpp"
 #include "linalg/cuda/quantised_products.hpp"
+#include "linalg/device/float8.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/onednn.hpp"
 #include "linalg/product_kinds.hpp"
@@ -117,7 +118,74 @@ void by_unpacked_rows(const ExecutionSpace& exec, const quantised::Matrix& weigh
   }
 }
 
+// y = source + bias, or y += bias if source is empty.
+void finish_float8(const ExecutionSpace& exec, const ConstMatrix& source, const ConstVector& bias,
+                   const Matrix& y) {
+  const bool is_copied = source.extent(0) > 0;
+  const bool biased = bias.extent(0) > 0;
+  if (!is_copied && !biased) return;
+  const auto columns = static_cast<std::int64_t>(y.extent(1));
+  const auto rows = static_cast<std::int64_t>(y.extent(0));
+  base::parallel_for(
+      "kvzap::linear::finish",
+      Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, rows * columns),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t m = i / columns, n = i % columns;
+        y(m, n) = (is_copied ? source(m, n) : y(m, n)) + (biased ? bias(n) : 0.0f);
+      });
+}
+
 }  // namespace
+
+// Both operands in 8-bit floats. Returns false if this machine or the library has no such product.
+bool LinearMap::by_float8(const ExecutionSpace& exec, const ConstMatrix& x,
+                          const LinearWeights& weights, const ConstVector& bias, const Matrix& y) {
+  // Fewer rows are decode steps, which weights bound: their x keeps its accuracy.
+  constexpr std::int64_t fewest_rows = 32;
+  const quantised::Matrix& matrix = *weights.quantised();
+  const auto rows = static_cast<std::int64_t>(x.extent(0));
+  if (rows < fewest_rows || !matrix.has_floats() || !multiplies_float8(exec)) return false;
+  const std::int64_t inputs = matrix.padded_inputs(), outputs = matrix.outputs();
+  const std::int64_t at_once =
+      std::min(Float8Rows::padded(outputs),
+               std::max<std::int64_t>(16, float8_copied_bytes / inputs / 16 * 16));
+  Float8Rows a, b;
+  a.rows = Float8Rows::padded(rows);
+  b.rows = at_once;
+  a.inputs = b.inputs = inputs;
+  a.codes = base::scratch_of<std::uint8_t>(m_bytes, a.rows * inputs, "kvzap::linear::bytes");
+  b.codes = base::scratch_of<std::uint8_t>(m_unpacked, at_once * inputs, "kvzap::linear::unpacked");
+  base::reserve_scratch(m_scales, a.n_scales() + b.n_scales(), "kvzap::linear::scales");
+  a.scales = m_scales.data();
+  b.scales = a.scales + a.n_scales();
+  const bool in_place = rows == a.rows && outputs % 16 == 0 && y.stride(0) % 4 == 0 &&
+                        reinterpret_cast<std::uintptr_t>(y.data()) % 16 == 0;
+  if (!in_place) base::reserve_scratch(m_padded, a.rows * at_once, "kvzap::linear::padded");
+  const auto product_of = [&](std::int64_t begin) {
+    Float8Product product{a, b, m_padded.data(), at_once};
+    product.b.rows = std::min(at_once, Float8Rows::padded(outputs - begin));
+    if (in_place) {
+      product.c = y.data() + begin;
+      product.c_stride = static_cast<std::int64_t>(y.stride(0));
+    }
+    return product;
+  };
+  for (std::int64_t begin = 0; begin < outputs; begin += at_once) {
+    if (!has_float8_product(exec, product_of(begin))) return false;
+  }
+  const bool in_order = matrix.is_in_order();
+  round_to_float8(exec, in_order ? x : spread_on_device(exec, x, matrix, m_spread), a);
+  for (std::int64_t begin = 0; begin < outputs; begin += at_once) {
+    const Float8Product product = product_of(begin);
+    copy_float8(exec, matrix, begin, product.b);
+    multiply(exec, product);
+    const std::int64_t end = std::min(outputs, begin + at_once);
+    finish_float8(exec, in_place ? ConstMatrix() : ConstMatrix(m_padded.data(), a.rows, at_once),
+                  part_of(bias, begin, end),
+                  Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
+  }
+  return true;
+}
 
 void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
                              const LinearWeights& weights, const ConstVector& bias,
@@ -138,6 +206,7 @@ void LinearMap::by_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
     // For a few rows of x, unpacking would cost more than the product.
     constexpr std::int64_t few_rows = 4;
     if (rows <= few_rows) return quantised::multiply_portably(exec, x, matrix, bias, y);
+    if (by_float8(exec, x, weights, bias, y)) return;
     return by_unpacked_rows(exec, matrix, weights.dtype(), m_unpacked, multiply);
   }
   base::fence(exec, "kvzap::linear: host kernels read what the instance wrote");

@@ -3,6 +3,7 @@
 #include <kvzap/model/model.hpp>
 #include <set>
 
+#include "linalg/device/float8.hpp"
 #include "model/encoding_store.hpp"
 #include "model/families/family.hpp"
 #include "model/random_store.hpp"
@@ -47,6 +48,7 @@ std::unique_ptr<model::WeightStore> open_store(const std::filesystem::path& fold
 
 Model Model::load(const std::filesystem::path& folder, const ModelConfig& config, DType dtype,
                   const HeadPartition& partition, int rank, const LoadOptions& options) {
+  linalg::float8_choice();  // names a wrong KVZAP_FP8 before the first step
   const auto store = open_store(folder, config, options.random_seed, options.storage);
   const model::WeightSource source(*store, dtype, options.storage);
   return Model(config, dtype, partition, rank,

@@ -172,6 +172,7 @@ class Environment(TestCase):
             ("KVZAP_KERNELS", "host or device"),
             ("KVZAP_GRAPH", "on or off"),
             ("KVZAP_NCCL", "on or off"),
+            ("KVZAP_FP8", "on or off"),
         ]:
             result = run_command([KVZAP, "run", *map(str, PLAIN)], env={**os.environ, name: "bogus"})
             self.assertEqual(result.code, 1)

@@ -30,6 +30,9 @@ cudaDataType_t type_of(DType dtype) {
   return dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
+// Since version 12.9 cuBLASLt has scales for blocks of 128 inputs.
+constexpr bool has_block_scales = CUBLAS_VERSION >= 120900;
+
 /// Descriptors of a call of cuBLASLt, in place: nothing is allocated.
 class Descriptors {
  public:
@@ -46,9 +49,10 @@ class Descriptors {
     }
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
     if (biased) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, call.bias);
-    place(call.a, m_a);
-    place(call.b, m_b);
-    place(call.d, m_d);
+    if (call.a_scales != nullptr) set_scales(call);
+    place(call.a, call.a_scales != nullptr, m_a);
+    place(call.b, call.b_scales != nullptr, m_b);
+    place(call.d, false, m_d);
   }
 
   cublasLtMatmulDesc_t product() { return &m_product; }
@@ -62,9 +66,18 @@ class Descriptors {
     check(cublasLtMatmulDescSetAttribute(&m_product, attribute, &value, sizeof(value)),
           "cublasLtMatmulDescSetAttribute");
   }
-  static void place(const StoredMatrix& matrix, cublasLtMatrixLayoutOpaque_t& layout) {
-    check(cublasLtMatrixLayoutInit(&layout, type_of(matrix.dtype), matrix.rows, matrix.columns,
-                                   matrix.stride),
+  void set_scales([[maybe_unused]] const LibraryCall& call) {
+#if CUBLAS_VERSION >= 120900
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F);
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, call.a_scales);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, call.b_scales);
+#endif
+  }
+  static void place(const StoredMatrix& matrix, bool is_float8,
+                    cublasLtMatrixLayoutOpaque_t& layout) {
+    check(cublasLtMatrixLayoutInit(&layout, is_float8 ? CUDA_R_8F_E4M3 : type_of(matrix.dtype),
+                                   matrix.rows, matrix.columns, matrix.stride),
           "cublasLtMatrixLayoutInit");
   }
 
@@ -183,6 +196,19 @@ void multiply(const Kokkos::Cuda& exec, const LibraryCall& call) {
 
 bool has_algorithm(const Kokkos::Cuda& exec, const Product& product) {
   return has_algorithm(exec, library_call(product));
+}
+
+bool has_algorithm(const Kokkos::Cuda& exec, const Float8Product& product) {
+  return has_algorithm(exec, library_call(product));
+}
+
+bool has_float8_blocks(const Kokkos::Cuda& exec) {
+  const cudaDeviceProp& device = exec.cuda_device_prop();
+  return has_block_scales && device.major == 9 && device.minor == 0;
+}
+
+void multiply(const Kokkos::Cuda& exec, const Float8Product& product) {
+  multiply(exec, library_call(product));
 }
 
 // cuBLAS stores matrices by columns. Its (n, m) matrix is our (m, n), so the operands are

@@ -1,6 +1,7 @@
 // Matrix products by cuBLAS, on the stream of a Kokkos instance.
 #pragma once
 
+#include "linalg/device/float8.hpp"
 #include "linalg/product.hpp"
 
 namespace kvzap::linalg::cublas {
@@ -14,6 +15,12 @@ void multiply(const Kokkos::Cuda& exec, const Product& product);
 /// Whether cuBLASLt has an algorithm for a product with a bias or an epilogue. The first call for a
 /// size asks its heuristics, which takes the host tens of microseconds; the answer is kept.
 bool has_algorithm(const Kokkos::Cuda& exec, const Product& product);
+
+/// Whether the device and cuBLASLt multiply 8-bit floats with a scale for 128 inputs.
+bool has_float8_blocks(const Kokkos::Cuda& exec);
+/// The same for such products.
+bool has_algorithm(const Kokkos::Cuda& exec, const Float8Product& product);
+void multiply(const Kokkos::Cuda& exec, const Float8Product& product);
 #else
 inline constexpr bool is_available = false;
 #endif

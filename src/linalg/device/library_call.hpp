@@ -4,13 +4,14 @@
 #include <array>
 #include <cstdint>
 
+#include "linalg/device/float8.hpp"
 #include "linalg/product.hpp"
 
 namespace kvzap::linalg {
 
 /// A matrix stored by columns.
 struct StoredMatrix {
-  DType dtype = DType::f32;
+  DType dtype = DType::f32;  // unless the call has scales
   std::int64_t rows = 0, columns = 0;
   std::int64_t stride = 0;  // elements from one column to the next
 };
@@ -25,11 +26,18 @@ struct LibraryCall {
   float alpha = 1, beta = 0;
   const void* bias = nullptr;  // of the type of d, or null
   Epilogue epilogue = Epilogue::none;
+  /// a and b are e4m3, and a value of scales multiplies 128 elements of the inner dimension: that
+  /// of row i of op(a) and block l is a_scales[l * d.rows + i], that of column j of op(b) is
+  /// b_scales[l * d.columns + j]. Or null.
+  const float* a_scales = nullptr;
+  const float* b_scales = nullptr;
 };
 
 /// Returns the call for a product without batch. Columns of the library are our rows, so the
 /// operands are exchanged.
 LibraryCall library_call(const Product& product);
+/// The same. Stored matrices are transposed, not transposed: the only form that Hopper has.
+LibraryCall library_call(const Float8Product& product);
 
 /// Returns the columns of d for which an algorithm is chosen: so many or up to an eighth more.
 /// Rounding keeps the number of choices small. Columns are far apart in memory, so an algorithm for
@@ -43,7 +51,7 @@ LibraryCall choice_of(const LibraryCall& call);
 int alignment_of(const void* address);
 
 /// What a chosen algorithm depends on. Equal for calls that may share one.
-using LibraryKey = std::array<std::int64_t, 17>;
+using LibraryKey = std::array<std::int64_t, 18>;
 LibraryKey key_of(const LibraryCall& call);
 
 }  // namespace kvzap::linalg

@@ -491,8 +491,9 @@ void Comparison::State::generate(std::vector<Job>& jobs, const ComparisonOptions
     if (active.empty()) return;
     step.clear();
     for (const Job* const job : active) {
+      const StepOutput output = job->said->output(engine->draws_tokens());
       step.add(job->sequence, {job->said->tokens().back()},
-               engine->rule(job->sequence, StepPart::generated), job->said->output());
+               engine->rule(job->sequence, StepPart::generated), output, job->said->draws(output));
     }
     run(step, active);
   }

@@ -36,6 +36,7 @@ Continuation::Continuation(const SamplingOptions& sampling, StopRules rules, std
     : m_sampler(with_ends(sampling, rules.stop_ids)),
       m_lookup(lookup),
       m_is_plain(sampling.is_plain()),
+      m_is_draw(sampling.is_draw()),
       m_rules(std::move(rules)) {}
 
 void Continuation::append_prompt(const std::vector<TokenId>& tokens) {
@@ -43,8 +44,22 @@ void Continuation::append_prompt(const std::vector<TokenId>& tokens) {
   for (const TokenId token : tokens) m_lookup.append(token);
 }
 
+StepOutput Continuation::output(bool may_draw) const {
+  if (m_is_plain) return StepOutput::argmax;
+  return m_is_draw && may_draw ? StepOutput::drawn : StepOutput::logits;
+}
+
+std::vector<TokenDraw> Continuation::draws(StepOutput output, std::size_t tokens) const {
+  if (output == StepOutput::all_drawn) return m_sampler.next_draws(tokens);
+  if (output == StepOutput::drawn) return m_sampler.next_draws(1);
+  return {};
+}
+
 TokenId Continuation::draw(const StepResult& result) {
-  return m_is_plain && result.logits.empty() ? result.argmax : m_sampler(result.logits);
+  if (m_is_plain && result.logits.empty()) return result.argmax;
+  if (!m_is_draw || !result.logits.empty()) return m_sampler(result.logits);
+  if (result.drawn >= 0) m_sampler.use_draw();
+  return result.drawn;
 }
 
 void Continuation::append(TokenId token) {

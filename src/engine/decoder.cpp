@@ -124,6 +124,7 @@ std::vector<StepResult> Decoder::step(const StepBatch& batch, const ProgressCall
     m_step.place_positions();
     for (engine::LayerBlock* const of_layers : m_blocks) of_layers->begin(m_step);
     m_embedding.begin(m_step);
+    m_step.locally([&] { m_output.begin(m_step); });
     if (all_can_plan()) {
       run_planned();
       const int layers = static_cast<int>(m_layers.size());
@@ -315,6 +316,11 @@ void Decoder::undo(bool has_begun) {
   release();
 }
 
+// Ranks have parts of the vocabulary.
+bool Decoder::draws_tokens() const {
+  return m_comm.size() == 1 && m_model.config().vocab_size <= engine::TokenDraws::most_tokens;
+}
+
 // Throws Error for a batch that no rank can run.
 void Decoder::check(const StepBatch& batch) const {
   const ModelConfig& config = m_model.config();
@@ -337,6 +343,11 @@ void Decoder::check(const StepBatch& batch) const {
     }
     if (span.rule.policy && span.rule.policy->chooses && m_cache.tokens(span.sequence, 0) > 0) {
       throw Error("decoder: a policy chooses within a step only from a sequence's first rows");
+    }
+    if (!span.draws.empty() && !draws_tokens()) {
+      throw Error(fmt::format(
+          "decoder: a drawn token of {} ranks and {} tokens; expected one rank, and at most {}",
+          m_comm.size(), config.vocab_size, engine::TokenDraws::most_tokens));
     }
     const std::int64_t end = m_cache.tokens(span.sequence, 0) + span.count;
     if (config.embeds_positions && end > config.max_position_embeddings) {

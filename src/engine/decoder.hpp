@@ -110,6 +110,9 @@ class Decoder {
     m_attention.set_path(path);
     m_recorded.clear();
   }
+  /// Returns whether a step can draw tokens (StepOutput::drawn): with one rank, and a vocabulary of
+  /// at most 2^20 tokens.
+  bool draws_tokens() const;
   /// Returns the seconds of all steps so far. Those of repeated steps are not known.
   const PruneSeconds& seconds() const { return m_step.seconds; }
   /// Returns how many steps so far were launches recorded before (base::LaunchGraph).

@@ -61,8 +61,8 @@ void Decoder::plan() {
 
 // What decides the launches of the step, and their arguments.
 std::vector<std::int64_t> Decoder::planned_shape() const {
-  std::vector<std::int64_t> shape{base::memory_moves, m_step.tokens(), m_step.outputs.n_argmax,
-                                  m_step.has_scores ? 1 : 0};
+  std::vector<std::int64_t> shape{base::memory_moves, m_step.tokens(), m_step.outputs.n_tokens,
+                                  m_step.outputs.n_drawn(), m_step.has_scores ? 1 : 0};
   for (const StepBatch::Span& span : m_step.spans()) shape.push_back(span.rule.score ? 1 : 0);
   m_attention.add_planned_shape(shape);
   return shape;

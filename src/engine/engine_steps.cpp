@@ -75,6 +75,8 @@ std::vector<StepResult> Engine::step_of_policies(const StepBatch& batch,
   return results;
 }
 
+bool Engine::draws_tokens() const { return m_parts->decoder.draws_tokens(); }
+
 void Engine::take_back(SequenceId sequence, std::int64_t count) {
   m_parts->decoder.cache().take_back(sequence, count);
 }

@@ -454,15 +454,16 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   said.append_prompt(m_question);
   for (const TokenId token : earlier) said.append(token);
   // Any rank may request logits; all ranks take part in gathering them.
-  const bool wants_logits = options.on_logits || said.output() == StepOutput::logits;
-  const bool greedy = comm.all_reduce_max(wants_logits ? 1 : 0) == 0;
+  const StepOutput wanted = said.output(m_engine->draws_tokens());
+  const bool wants_logits = options.on_logits || wanted == StepOutput::logits;
+  const bool by_logits = comm.all_reduce_max(wants_logits ? 1 : 0) != 0;
   m_ends_by_text = comm.all_reduce_max(options.ends_after || options.sampling.grammar ? 1 : 0) != 0;
-  const StepOutput output = greedy ? StepOutput::argmax : StepOutput::logits;
-  const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput wanted) {
+  const StepOutput output = by_logits ? StepOutput::logits : wanted;
+  const auto run = [&](const std::vector<TokenId>& tokens, StepPart part, StepOutput after) {
     if (part == StepPart::question && runs_whole()) {
-      return run_whole(tokens, wanted, options.progress);
+      return run_whole(tokens, after, options.progress);
     }
-    const StepBatch batch(m_sequence, tokens, m_engine->rule(part), wanted);
+    const StepBatch batch(m_sequence, tokens, m_engine->rule(part), after, said.draws(after));
     if (part != StepPart::question || !options.progress) return m_engine->step(batch);
     return m_engine->step(batch, [&](std::string_view, std::int64_t done, std::int64_t total) {
       const auto count = static_cast<std::int64_t>(tokens.size());
@@ -471,7 +472,7 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   };
   const auto next = [&](const std::vector<TokenId>& tokens, StepPart part) {
     const auto results = run(tokens, part, output);
-    return greedy ? results.front().argmax : draw(results.front(), options);
+    return by_logits ? draw(results.front(), options) : said.draw(results.front());
   };
   // From here on, the members describe the sequence.
   const auto note = [&] {
@@ -499,11 +500,14 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   answer.pruned = report();
   start = Clock::now();
   auto end = said.end(m_engine->tokens(m_sequence));
+  const StepOutput after_each = output == StepOutput::argmax  ? StepOutput::all_argmax
+                                : output == StepOutput::drawn ? StepOutput::all_drawn
+                                                              : StepOutput::all_logits;
   const bool drafts = options.lookup > 0 && m_engine->why_no_drafts().empty();
   for (; !end; end = said.end(m_engine->tokens(m_sequence))) {
     if (drafts && !said.tokens().empty()) {
       const std::vector<TokenId> draft = said.draft(m_tokens, m_engine->most_draft(m_tokens));
-      if (!draft.empty() && run_draft(draft, options, greedy)) continue;
+      if (!draft.empty() && run_draft(draft, options, after_each)) continue;
     }
     if (!said.tokens().empty()) token = next({said.tokens().back()}, StepPart::generated);
     if (token < 0) throw_not_finite();
@@ -531,8 +535,8 @@ std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& questio
   };
   auto results = m_engine->step(
       StepBatch(m_sequence, tokens,
-                m_engine->rule(StepPart::whole, static_cast<std::int64_t>(question.size())),
-                output),
+                m_engine->rule(StepPart::whole, static_cast<std::int64_t>(question.size())), output,
+                m_answer->draws(output)),
       in_tokens);
   m_engine->end_context(m_sequence, progress);
   trim();

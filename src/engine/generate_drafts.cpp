@@ -30,12 +30,12 @@ void Generator::take_back_draft() {
 // Runs the answer's last token and a draft of those that follow, and draws tokens up to the first
 // that is not the draft's. Returns false if there is no memory for the draft.
 bool Generator::run_draft(const std::vector<TokenId>& draft, const AnswerOptions& options,
-                          bool greedy) {
+                          StepOutput after_each) {
   Continuation& said = *m_answer;
   std::vector<TokenId> tokens = {said.tokens().back()};
   tokens.insert(tokens.end(), draft.begin(), draft.end());
-  const StepBatch batch(m_sequence, tokens, m_engine->rule(StepPart::draft),
-                        greedy ? StepOutput::all_argmax : StepOutput::all_logits);
+  const StepBatch batch(m_sequence, tokens, m_engine->rule(StepPart::draft), after_each,
+                        said.draws(after_each, tokens.size()));
   StepResult result;
   try {
     result = std::move(m_engine->step(batch).front());
@@ -47,7 +47,8 @@ bool Generator::run_draft(const std::vector<TokenId>& draft, const AnswerOptions
   try {
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       const StepResult own = result.after(i, tokens.size());
-      const TokenId token = greedy ? own.argmax : draw(own, options);
+      const TokenId token =
+          after_each == StepOutput::all_logits ? draw(own, options) : said.draw(own);
       if (token < 0) throw_not_finite();
       const bool is_accepted = i < draft.size() && token == draft[i];
       accepted += is_accepted ? 1 : 0;

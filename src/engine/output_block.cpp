@@ -21,8 +21,9 @@ void OutputBlock::reserve(Step& step) {
     base::reserve_scratch(m_added, outputs.count() * hidden, "kvzap::decoder::last_added");
     base::reserve_scratch(m_device_rows, outputs.count(), "kvzap::decoder::output_rows");
   }
-  base::reserve_scratch(m_argmax, outputs.n_argmax, "kvzap::decoder::argmax");
-  m_argmax_keys.resize(outputs.n_argmax + 1);
+  base::reserve_scratch(m_tokens, outputs.n_tokens, "kvzap::decoder::tokens");
+  m_host_tokens.resize(outputs.n_tokens + 1);
+  m_draws.reserve(outputs.n_drawn(), local);
   base::reserve_scratch(m_local_logits, outputs.n_logits * local, "kvzap::decoder::logits");
   m_hidden.resize(step.comm.is_root() ? outputs.n_hidden() * hidden : 0);
   const int ranks = step.comm.size();
@@ -39,7 +40,7 @@ void OutputBlock::reserve(Step& step) {
   m_sequences.clear();
   for (const StepBatch::Span& span : step.spans()) m_sequences.push_back(span.sequence);
   if (!step.comm.is_root()) return;
-  for (std::int64_t o = outputs.n_argmax, end = o; o < outputs.count(); o = end) {
+  for (std::int64_t o = outputs.n_tokens, end = o; o < outputs.count(); o = end) {
     const std::int64_t span = outputs.spans[o];
     while (end < outputs.count() && outputs.spans[end] == span) ++end;
     if (o < outputs.n_head()) {
@@ -48,6 +49,18 @@ void OutputBlock::reserve(Step& step) {
       m_results[span].hidden.reserve((end - o) * hidden);
     }
   }
+}
+
+void OutputBlock::begin(const Step& step) {
+  const StepOutputs& outputs = step.outputs;
+  std::size_t draw = 0;  // of its span
+  for (std::size_t i = 0; i < outputs.drawn.size(); ++i) {
+    const std::int64_t output = outputs.drawn[i];
+    const std::int64_t span = outputs.spans[output];
+    draw = i > 0 && outputs.spans[outputs.drawn[i - 1]] == span ? draw + 1 : 0;
+    m_draws.rows()[i] = {output, step.spans()[span].draws[draw]};
+  }
+  m_draws.place(step.exec);
 }
 
 std::vector<StepResult> OutputBlock::run(Step& step) {
@@ -60,16 +73,10 @@ std::vector<StepResult> OutputBlock::run(Step& step) {
     step.locally([&] { step.cache.collect(m_sequences); });
   }
   // One exchange carries the tokens and the outcome of the step.
-  m_argmax_keys[outputs.n_argmax] = step.outcome();
-  step.comm.all_reduce_max(m_argmax_keys.data(), outputs.n_argmax + 1);
-  step.throw_if(m_argmax_keys[outputs.n_argmax]);
-  for (std::int64_t o = 0; o < outputs.n_argmax; ++o) {
-    StepResult& result = m_results[outputs.spans[o]];
-    result.argmax = token_of_key(m_argmax_keys[o]);
-    if (step.spans()[outputs.spans[o]].output == StepOutput::all_argmax) {
-      result.all_argmax.push_back(result.argmax);
-    }
-  }
+  m_host_tokens[outputs.n_tokens] = step.outcome();
+  step.comm.all_reduce_max(m_host_tokens.data(), outputs.n_tokens + 1);
+  step.throw_if(m_host_tokens[outputs.n_tokens]);
+  take_tokens(step);
   if (outputs.n_logits > 0) gather_logits(step);
   // Logits of all tokens of a text take much memory, which on a device is pinned.
   const auto spans = static_cast<std::int64_t>(step.spans().size());
@@ -83,6 +90,21 @@ std::vector<StepResult> OutputBlock::run(Step& step) {
     }
   }
   return std::move(m_results);
+}
+
+void OutputBlock::take_tokens(const Step& step) {
+  for (std::int64_t o = 0; o < step.outputs.n_tokens; ++o) {
+    const std::int64_t span = step.outputs.spans[o];
+    StepResult& result = m_results[span];
+    const StepOutput output = step.spans()[span].output;
+    if (output == StepOutput::drawn || output == StepOutput::all_drawn) {
+      result.drawn = static_cast<TokenId>(m_host_tokens[o]);
+    } else {
+      result.argmax = token_of_key(m_host_tokens[o]);
+    }
+    if (output == StepOutput::all_argmax) result.all_argmax.push_back(result.argmax);
+    if (output == StepOutput::all_drawn) result.all_drawn.push_back(result.drawn);
+  }
 }
 
 // Copies the rows whose hidden states are asked for to the host.
@@ -101,7 +123,7 @@ void OutputBlock::compute(Step& step) {
   const ModelConfig& config = step.config;
   const Model::Weights& weights = step.model.weights();
   const std::vector<std::int64_t>& rows = step.outputs.rows;
-  const std::int64_t all = step.outputs.count(), n_argmax = step.outputs.n_argmax;
+  const std::int64_t all = step.outputs.count(), n_tokens = step.outputs.n_tokens;
   const std::int64_t outputs = step.outputs.n_head();
   const std::int64_t local = weights.output_head.outputs();
   const bool adds = step.pending.extent(0) > 0;
@@ -140,25 +162,26 @@ void OutputBlock::compute(Step& step) {
   if (config.logits_soft_cap > 0) {
     soft_cap(exec, y, static_cast<float>(config.logits_soft_cap));
   }
-  if (n_argmax > 0) {
-    argmax(exec, Kokkos::subview(y, range(0, n_argmax), Kokkos::ALL), weights.first_token,
-           Kokkos::subview(m_argmax, range(0, n_argmax)));
+  if (n_tokens > step.outputs.n_drawn()) {
+    argmax(exec, Kokkos::subview(y, range(0, n_tokens), Kokkos::ALL), weights.first_token,
+           Kokkos::subview(m_tokens, range(0, n_tokens)));
   }
+  m_draws.run(exec, y, m_tokens);  // replaces argmaxes between
 }
 
-// Copies this rank's part of the logits, or their argmax, to the host.
+// Copies this rank's part of the logits, or tokens, to the host.
 void OutputBlock::read(const Step& step) {
-  const std::int64_t n_argmax = step.outputs.n_argmax, outputs = step.outputs.n_head();
+  const std::int64_t n_tokens = step.outputs.n_tokens, outputs = step.outputs.n_head();
   if (outputs == 0) return;
   const std::int64_t local = step.model.weights().output_head.outputs();
   const Matrix y = step.matrix(Step::projected, outputs, local);
   base::fence(step.exec, "kvzap::decoder: the host reads tokens and logits");
-  Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(m_argmax_keys.data(), n_argmax),
-                    Kokkos::subview(m_argmax, range(0, n_argmax)));
-  if (outputs > n_argmax) {
+  Kokkos::deep_copy(Kokkos::View<std::int64_t*, Kokkos::HostSpace>(m_host_tokens.data(), n_tokens),
+                    Kokkos::subview(m_tokens, range(0, n_tokens)));
+  if (outputs > n_tokens) {
     Kokkos::deep_copy(Kokkos::View<float**, Kokkos::LayoutRight, base::StagingSpace>(
-                          m_local_logits.data(), outputs - n_argmax, local),
-                      Kokkos::subview(y, range(n_argmax, outputs), Kokkos::ALL));
+                          m_local_logits.data(), outputs - n_tokens, local),
+                      Kokkos::subview(y, range(n_tokens, outputs), Kokkos::ALL));
   }
 }
 
@@ -175,7 +198,7 @@ void OutputBlock::gather_logits(const Step& step) {
   for (int r = 0; r < step.comm.size(); ++r) {
     const auto [begin, end] = even_range(vocabulary, step.comm.size(), r);
     std::int64_t last = -1, row = 0;  // the span, and the output among its own
-    for (std::int64_t o = outputs.n_argmax; o < outputs.n_head(); ++o) {
+    for (std::int64_t o = outputs.n_tokens; o < outputs.n_head(); ++o) {
       const std::int64_t span = outputs.spans[o];
       row = span == last ? row + 1 : 0;
       last = span;

@@ -8,14 +8,10 @@
 #include <sstream>
 #include <utility>
 
-#include "engine/likely_tokens.hpp"
+#include "engine/draw_token.hpp"
 
 namespace kvzap {
 namespace {
-
-// Number of tokens that are sorted first, and the factor by which it grows if they do not suffice.
-constexpr std::size_t first_sorted = 256;
-constexpr std::size_t growth = 8;
 
 // Larger penalties have no further effect. Within this limit products stay floats.
 constexpr double largest_penalty = 1e6;
@@ -213,7 +209,8 @@ void Sampler::set_state(const std::string& state) {
 
 TokenId Sampler::operator()(const std::vector<float>& original) {
   if (!m_failure.empty()) throw Error(m_failure);
-  thread_local engine::LikelyTokens likely;  // scratch
+  thread_local engine::DrawScratch scratch;
+  engine::LikelyTokens& likely = scratch.likely;
   likely.read(original.data(), original.size());
   if (!likely.is_finite()) return -1;
   if (m_changes_logits) {
@@ -223,66 +220,24 @@ TokenId Sampler::operator()(const std::vector<float>& original) {
     if (!likely.is_finite()) return -1;
   }
   if (m_options.temperature == 0) return likely.best();
-
   const std::vector<float>& logits = m_changes_logits ? m_changed : original;
-  const auto weight = [&](TokenId id) {
-    return std::exp((static_cast<double>(logits[id]) - likely.largest()) / m_options.temperature);
-  };
-  const bool limited =
-      m_options.top_k > 0 && m_options.top_k < static_cast<std::int64_t>(logits.size());
-  // Sorts only as many of the most likely tokens as needed, and sums their weights: a few tokens
-  // have nearly all of the probability.
-  const std::vector<TokenId>* order = nullptr;
-  m_cumulative.clear();
-  const auto sort_up_to = [&](std::size_t count) {
-    order = &likely.sorted(count);
-    double sum = m_cumulative.empty() ? 0 : m_cumulative.back();
-    const std::size_t end = limited ? count : order->size();
-    for (std::size_t i = m_cumulative.size(); i < end; ++i) {
-      m_cumulative.push_back(sum += weight((*order)[i]));
-    }
-  };
-  const auto sort_until = [&](const auto& is_enough) {
-    std::size_t count = std::min(first_sorted, logits.size());
-    sort_up_to(count);
-    while (m_cumulative.size() < logits.size() && !is_enough()) {
-      count = count < logits.size() / growth ? count * growth : logits.size();
-      sort_up_to(count);
-    }
-  };
-  double total = 0;
-  if (limited) {
-    sort_up_to(static_cast<std::size_t>(m_options.top_k));
-    total = m_cumulative.back();
-  } else if (m_options.top_p < 1 || m_options.min_p == 0) {
-    total = likely.total(m_options.temperature);
-  }
-  // std::uniform_real_distribution differs between libraries; 53 random bits do not.
-  const double uniform = static_cast<double>(m_random() >> 11) * 0x1p-53;
-  if (m_options.top_p < 1) {
-    const double enough = m_options.top_p * total;
-    if (!limited) sort_until([&] { return m_cumulative.back() >= enough; });
-    const auto last = std::lower_bound(m_cumulative.begin(), m_cumulative.end(), enough);
-    if (last != m_cumulative.end()) m_cumulative.erase(last + 1, m_cumulative.end());
-    total = m_cumulative.back();
-  }
-  if (m_options.min_p > 0) {
-    const auto is_likely = [&](TokenId id) { return weight(id) >= m_options.min_p; };
-    if (!limited && m_options.top_p == 1) {
-      sort_until([&] { return !is_likely((*order)[m_cumulative.size() - 1]); });
-    }
-    const auto sorted = order->begin() + static_cast<std::ptrdiff_t>(m_cumulative.size());
-    const auto last = std::partition_point(order->begin(), sorted, is_likely);
-    m_cumulative.resize(static_cast<std::size_t>(last - order->begin()));
-    total = m_cumulative.back();
-  }
-  const double target = uniform * total;
-  if (!limited && m_options.top_p == 1 && m_options.min_p == 0) {
-    sort_until([&] { return m_cumulative.back() > target; });
-  }
-  const auto drawn = std::upper_bound(m_cumulative.begin(), m_cumulative.end(), target);
-  const auto last = m_cumulative.end() - 1;
-  return (*order)[static_cast<std::size_t>(std::min(drawn, last) - m_cumulative.begin())];
+  return engine::draw_token(logits.data(), logits.size(), draw_of(m_random), scratch);
 }
+
+// std::uniform_real_distribution differs between libraries; 53 random bits do not.
+TokenDraw Sampler::draw_of(std::mt19937_64& random) const {
+  const double uniform = static_cast<double>(random() >> 11) * 0x1p-53;
+  return {m_options.temperature, m_options.top_k, m_options.top_p, m_options.min_p, uniform};
+}
+
+std::vector<TokenDraw> Sampler::next_draws(std::size_t count) const {
+  std::mt19937_64 random = m_random;
+  std::vector<TokenDraw> draws;
+  draws.reserve(count);
+  while (draws.size() < count) draws.push_back(draw_of(random));
+  return draws;
+}
+
+void Sampler::use_draw() { m_random.discard(1); }
 
 }  // namespace kvzap

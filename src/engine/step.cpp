@@ -10,8 +10,12 @@ namespace kvzap::engine {
 
 namespace {
 
-bool is_argmax(StepOutput output) {
-  return output == StepOutput::argmax || output == StepOutput::all_argmax;
+bool is_drawn(StepOutput output) {
+  return output == StepOutput::drawn || output == StepOutput::all_drawn;
+}
+
+bool is_token(StepOutput output) {
+  return output == StepOutput::argmax || output == StepOutput::all_argmax || is_drawn(output);
 }
 
 bool is_hidden(StepOutput output) {
@@ -20,7 +24,7 @@ bool is_hidden(StepOutput output) {
 
 bool is_each(StepOutput output) {
   return output == StepOutput::all_argmax || output == StepOutput::all_logits ||
-         output == StepOutput::all_hidden;
+         output == StepOutput::all_hidden || output == StepOutput::all_drawn;
 }
 
 }  // namespace
@@ -29,6 +33,7 @@ void StepOutputs::list(const StepBatch& batch) {
   const auto n_spans = static_cast<std::int64_t>(batch.spans().size());
   spans.clear();
   rows.clear();
+  drawn.clear();
   // Returns the number of rows that it has added.
   const auto add = [&](const auto& is_kind) {
     const std::int64_t before = count();
@@ -37,14 +42,15 @@ void StepOutputs::list(const StepBatch& batch) {
       if (span.output == StepOutput::none || !is_kind(span.output)) continue;
       const std::int64_t end = span.first + span.count;
       for (std::int64_t row = is_each(span.output) ? span.first : end - 1; row < end; ++row) {
+        if (is_drawn(span.output)) drawn.push_back(count());
         spans.push_back(s);
         rows.push_back(row);
       }
     }
     return count() - before;
   };
-  n_argmax = add(is_argmax);
-  n_logits = add([](StepOutput output) { return !is_argmax(output) && !is_hidden(output); });
+  n_tokens = add(is_token);
+  n_logits = add([](StepOutput output) { return !is_token(output) && !is_hidden(output); });
   add(is_hidden);
 }
 

@@ -41,16 +41,19 @@ struct RowRange {
   std::int64_t count() const { return end - begin; }
 };
 
-/// The rows of a step after which outputs are asked for, and their spans. Spans that ask for the
-/// argmax come first, then those that ask for logits, then those that ask for hidden states.
+/// The rows of a step after which outputs are asked for, and their spans. Spans that ask for tokens
+/// alone, argmaxes or drawn ones, come first, then those that ask for logits, then those that ask
+/// for hidden states.
 struct StepOutputs {
   std::vector<std::int64_t> spans, rows;  // (output)
-  std::int64_t n_argmax = 0, n_logits = 0;
+  std::vector<std::int64_t> drawn;        // outputs, among the first n_tokens
+  std::int64_t n_tokens = 0, n_logits = 0;
 
   void list(const StepBatch& batch);
   std::int64_t count() const { return static_cast<std::int64_t>(rows.size()); }
   /// Returns the number of rows that the output head reads.
-  std::int64_t n_head() const { return n_argmax + n_logits; }
+  std::int64_t n_head() const { return n_tokens + n_logits; }
+  std::int64_t n_drawn() const { return static_cast<std::int64_t>(drawn.size()); }
   std::int64_t n_hidden() const { return count() - n_head(); }
   /// Whether the rows are consecutive, as with one span or with single tokens.
   bool are_consecutive() const;

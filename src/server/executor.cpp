@@ -146,7 +146,8 @@ void Executor::step(const Plan& plan, Outcome& outcome) {
   Engine& engine = *m_sequences.at(plan.spans.front().handle).engine;
   m_batch.clear();
   for (const PlannedSpan& span : plan.spans) {
-    m_batch.add(m_sequences.at(span.handle).id, span.tokens, rule_of(span), span.output);
+    m_batch.add(m_sequences.at(span.handle).id, span.tokens, rule_of(span), span.output,
+                span.draws);
   }
   try {
     outcome.results =

@@ -25,6 +25,8 @@ struct PlannedSpan {
   /// -1: no fork.
   int spare_as = -1;
   std::vector<TokenId> tokens;
+  /// Of StepOutput::drawn and all_drawn, which steps of one rank alone have: they are not sent.
+  std::vector<TokenDraw> draws = {};
 };
 
 /// A new sequence: an empty one or a fork.

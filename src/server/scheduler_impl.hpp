@@ -79,6 +79,7 @@ class Scheduler::Impl {
   bool admit(Sequence& sequence, Plan& plan);
   bool add_span(Sequence& sequence, Room& room, Plan& plan);
   void add_answer_span(Sequence& sequence, Room& room, Plan& plan);
+  void ask_for_token(Sequence& sequence, PlannedSpan& span);
   void add_draft(Sequence& sequence, const Room& room, PlannedSpan& span);
   PrefixTree::Found best_start(const Job& job);
   bool waits_for_prefix(const Sequence& sequence);
@@ -98,6 +99,7 @@ class Scheduler::Impl {
   void advance(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
   void report_prompt(Sequence& sequence, const PlannedSpan& span, const StepResult& result) const;
   void advance_draft(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
+  void begin_answer(Sequence& sequence) const;
   void draw(Sequence& sequence, const StepResult& result);
   void begin_answers(Sequence& sequence, const StepResult& result);
   void pool(Sequence& sequence, const StepResult& result);

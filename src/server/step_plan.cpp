@@ -19,9 +19,10 @@ constexpr int first_after = 3, alone_after = 64;
 // Logits of short and of other prompts in a step: 32 MiB each.
 constexpr std::int64_t most_prompt_logits = std::int64_t{1} << 23;
 
-StepOutput output_of(const GenerationRequest& request) {
-  const bool needs_logits = !request.sampling.is_plain() || request.top_logprobs >= 0;
-  return needs_logits ? StepOutput::logits : StepOutput::argmax;
+/// Returns the output after each token for that after the last.
+StepOutput each_of(StepOutput output) {
+  if (output == StepOutput::argmax) return StepOutput::all_argmax;
+  return output == StepOutput::drawn ? StepOutput::all_drawn : StepOutput::all_logits;
 }
 
 }  // namespace
@@ -172,16 +173,30 @@ bool Scheduler::Impl::begin(Sequence& sequence, Plan& plan) {
   return true;
 }
 
+/// Asks for what the next token of an answer is drawn from, or for that token.
+void Scheduler::Impl::ask_for_token(Sequence& sequence, PlannedSpan& span) {
+  const GenerationRequest& request = sequence.request();
+  const Engine& engine = m_executor.engine();
+  begin_answer(sequence);
+  // The first tokens of other choices are drawn from the same logits.
+  const bool is_shared = sequence.choice == 0 && request.choices > 1 && sequence.answered().empty();
+  span.output = request.top_logprobs >= 0
+                    ? StepOutput::logits
+                    : sequence.said->output(engine.draws_tokens() && !is_shared);
+  span.draws = sequence.said->draws(span.output);
+}
+
 /// Asks for the output after the last token of an answer, and adds a draft of its next tokens.
 void Scheduler::Impl::add_draft(Sequence& sequence, const Room& room, PlannedSpan& span) {
-  span.output = output_of(sequence.request());
+  ask_for_token(sequence, span);
   const std::int64_t most = std::min(room.draft, m_executor.engine().most_draft(sequence.tokens));
   if (most < 1 || !sequence.drafts()) return;
   const std::vector<TokenId> draft = sequence.said->draft(sequence.tokens, most);
   if (draft.empty()) return;
   span.part = StepPart::draft;
   span.tokens.insert(span.tokens.end(), draft.begin(), draft.end());
-  span.output = span.output == StepOutput::argmax ? StepOutput::all_argmax : StepOutput::all_logits;
+  span.output = each_of(span.output);
+  span.draws = sequence.said->draws(span.output, span.tokens.size());
 }
 
 /// Adds the next token of an answer. After a preemption: several known tokens at once, unless each
@@ -258,8 +273,11 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
   span.tokens.assign(first, first + count);
   const bool ends_segment = count == left;
   const bool ends_prompt = ends_segment && sequence.segment + 1 == request.prompt.size();
-  if (ends_prompt && sequence.answered().empty()) span.output = output_of(request);
-  if (reports) span.output = StepOutput::all_logits;
+  if (reports) {
+    span.output = StepOutput::all_logits;
+  } else if (ends_prompt && sequence.answered().empty() && !request.pooling) {
+    ask_for_token(sequence, span);
+  }
   if (request.pooling == Pooling::mean) {
     span.output = StepOutput::all_hidden;
   } else if (request.pooling) {

@@ -334,6 +334,18 @@ void Scheduler::Impl::begin_other_choices(Sequence& first, const StepResult& res
   }
 }
 
+/// Makes the answer of a sequence, unless it has begun.
+void Scheduler::Impl::begin_answer(Sequence& sequence) const {
+  if (sequence.said) return;
+  const GenerationRequest& request = sequence.request();
+  SamplingOptions sampling = request.sampling;
+  sampling.seed += static_cast<std::uint64_t>(sequence.choice);
+  sequence.said.emplace(sampling,
+                        StopRules{request.max_new_tokens, request.stop_ids, m_options.max_tokens},
+                        sequence.drafts() ? m_options.lookup : 0);
+  for (const Segment& segment : request.prompt) sequence.said->append_prompt(segment.tokens);
+}
+
 /// Samples the next token of an answer and decides whether the answer ends.
 void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   Job& job = *sequence.job;
@@ -344,14 +356,7 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
     sequence.reason = EndReason::max_new_tokens;
     return;
   }
-  if (!sequence.said) {
-    SamplingOptions sampling = request.sampling;
-    sampling.seed += static_cast<std::uint64_t>(sequence.choice);
-    sequence.said.emplace(sampling,
-                          StopRules{request.max_new_tokens, request.stop_ids, m_options.max_tokens},
-                          sequence.drafts() ? m_options.lookup : 0);
-    for (const Segment& segment : request.prompt) sequence.said->append_prompt(segment.tokens);
-  }
+  begin_answer(sequence);
   TokenId token = -1;
   try {
     token = sequence.said->draw(result);

@@ -37,8 +37,12 @@ class Continuation {
   /// Appends tokens of the prompt, in parts or whole. Call it before any `append`.
   void append_prompt(const std::vector<TokenId>& tokens);
 
-  /// What a step must return for `draw`.
-  StepOutput output() const { return m_is_plain ? StepOutput::argmax : StepOutput::logits; }
+  /// What a step must return for `draw`. `may_draw`: whether steps draw tokens
+  /// (Engine::draws_tokens).
+  StepOutput output(bool may_draw = false) const;
+  /// Returns the draws of a step with this output after each of `tokens` tokens, or after the last.
+  /// Empty unless the output is drawn or all_drawn.
+  std::vector<TokenDraw> draws(StepOutput output, std::size_t tokens = 1) const;
   /// Returns the next token, given the result of the step before it; does not append it. Returns -1
   /// if logits are not finite, or if no token may be drawn. Throws Error if a grammar is too
   /// ambiguous.
@@ -70,7 +74,7 @@ class Continuation {
  private:
   Sampler m_sampler;
   PromptLookup m_lookup;
-  bool m_is_plain;
+  bool m_is_plain, m_is_draw;
   StopRules m_rules;
   std::vector<TokenId> m_tokens;
   bool m_is_complete = false;

@@ -271,6 +271,9 @@ class Engine {
   /// no new sequence.
   SequenceId prune(SequenceId source, const LoadedPruning& pruning, const ContextScores* scores);
 
+  /// Returns whether steps can draw tokens (StepOutput::drawn): with one rank, and a vocabulary of
+  /// at most 2^20 tokens.
+  bool draws_tokens() const;
   /// Returns unused pool memory to the system. Returns the number of this rank's bytes.
   std::size_t trim();
   /// Reports the kept rows of a sequence and the bytes of the whole cache. Collective.

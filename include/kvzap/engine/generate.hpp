@@ -210,7 +210,8 @@ class Generator {
   void forget_answer();
   TokenId draw(const StepResult& result, const AnswerOptions& options);
   void take(TokenId token, const AnswerOptions& options);
-  bool run_draft(const std::vector<TokenId>& draft, const AnswerOptions& options, bool greedy);
+  bool run_draft(const std::vector<TokenId>& draft, const AnswerOptions& options,
+                 StepOutput after_each);
   void take_back_draft();
   Answer generate(const AnswerOptions& options, const std::vector<TokenId>& earlier);
   std::vector<StepResult> run_whole(const std::vector<TokenId>& question, StepOutput output,

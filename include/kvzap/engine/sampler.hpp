@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <kvzap/core/types.hpp>
+#include <kvzap/engine/token_draw.hpp>
 #include <kvzap/model/token_grammar.hpp>
 #include <memory>
 #include <optional>
@@ -59,6 +60,9 @@ struct SamplingOptions {
   /// Returns whether the next token is the one with the largest logit, so that no logits are
   /// needed.
   bool is_plain() const { return temperature == 0 && !changes_logits(); }
+  /// Returns whether the next token depends on the logits and a random number alone, so that
+  /// StepOutput::drawn may draw it.
+  bool is_draw() const { return temperature > 0 && !changes_logits(); }
 };
 
 /// How an error names an option, given the name of its field.
@@ -92,6 +96,11 @@ class Sampler {
   /// a logit is NaN, the largest is not finite, or no token may be drawn. Throws Error if a grammar
   /// is too ambiguous, or has forbidden an earlier token.
   TokenId operator()(const std::vector<float>& original);
+  /// Returns the next `count` draws of options with is_draw(), one after the other. The random
+  /// numbers stay in place, as after operator() that returned -1.
+  std::vector<TokenDraw> next_draws(std::size_t count) const;
+  /// Uses up the random number of the first of next_draws.
+  void use_draw();
   /// Applies the options to the logits, in float as in transformers: penalties, biases, and -inf
   /// for tokens that must not be drawn. Ids beyond the logits are ignored.
   void change(std::vector<float>& logits) const;
@@ -110,6 +119,7 @@ class Sampler {
 
   void take(TokenId token);
   void forbid_by_grammar(std::vector<float>& logits) const;
+  TokenDraw draw_of(std::mt19937_64& random) const;
 
   SamplingOptions m_options;
   bool m_changes_logits = false;
@@ -120,9 +130,7 @@ class Sampler {
   std::vector<TokenId> m_tokens;
   std::size_t m_prompt_tokens = 0;
   std::unordered_map<TokenId, Count> m_counts;  // of the tokens that penalties use
-  // Buffers of one call.
-  std::vector<float> m_changed;
-  std::vector<double> m_cumulative;
+  std::vector<float> m_changed;                 // buffer of one call
 };
 
 }  // namespace kvzap

@@ -4,6 +4,7 @@
 #include <kvzap/core/cache.hpp>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/eviction.hpp>
+#include <kvzap/engine/token_draw.hpp>
 #include <vector>
 
 namespace kvzap {
@@ -45,6 +46,8 @@ enum class StepOutput {
   logits,      // all logits, on rank 0
   all_logits,  // the logits after each token of the span, on rank 0
   all_argmax,  // the token with the largest logit after each token of the span, on every rank
+  drawn,       // a token drawn as Span::draws says, with one rank; no logits leave a device
+  all_drawn,   // such a token after each token of the span
   hidden,      // the last token's hidden state after the final norm, on rank 0
   all_hidden   // the same of each token of the span
 };
@@ -61,19 +64,21 @@ class StepBatch {
     std::int64_t count = 0;
     StepRule rule;
     StepOutput output = StepOutput::argmax;
+    /// Of StepOutput::drawn one, of all_drawn one for each token.
+    std::vector<TokenDraw> draws = {};
   };
 
   StepBatch() = default;
   /// Makes a batch of one span.
   StepBatch(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
-            StepOutput output) {
-    add(sequence, tokens, rule, output);
+            StepOutput output, const std::vector<TokenDraw>& draws = {}) {
+    add(sequence, tokens, rule, output, draws);
   }
 
-  /// Adds the next tokens of a sequence that is not in the batch yet. Throws Error if it is, or if
-  /// `tokens` is empty.
+  /// Adds the next tokens of a sequence that is not in the batch yet. Throws Error if it is, if
+  /// `tokens` is empty, or if `draws` has another size than the output needs.
   void add(SequenceId sequence, const std::vector<TokenId>& tokens, const StepRule& rule,
-           StepOutput output);
+           StepOutput output, const std::vector<TokenDraw>& draws = {});
   /// Sets the policy of a span's rule.
   void set_policy(std::size_t span, engine::PolicyStep* policy) {
     m_spans.at(span).rule.policy = policy;
@@ -103,6 +108,10 @@ struct StepResult {
   /// On rank 0 if requested, otherwise empty: (hidden_size), or with StepOutput::all_hidden (tokens
   /// of the span, hidden_size).
   std::vector<float> hidden = {};
+  /// The drawn token if requested; otherwise -1, and for the same reasons as `argmax`.
+  TokenId drawn = -1;
+  /// With StepOutput::all_drawn: `drawn` after each token of the span. Otherwise empty.
+  std::vector<TokenId> all_drawn = {};
 
   /// Returns the result after token `index` of a span of `count` tokens, if outputs after all of
   /// them were requested.

@@ -72,7 +72,7 @@ TEST(Step, OutputsOfArgmaxesComeFirst) {
   outputs.list(batch);
   EXPECT_EQ(outputs.rows, (std::vector<std::int64_t>{4, 0, 1, 9, 6, 7, 11}));
   EXPECT_EQ(outputs.spans, (std::vector<std::int64_t>{1, 0, 0, 4, 3, 3, 5}));
-  EXPECT_EQ(outputs.n_argmax, 1);
+  EXPECT_EQ(outputs.n_tokens, 1);
   EXPECT_EQ(outputs.n_head(), 4);
   EXPECT_EQ(outputs.n_hidden(), 3);
   EXPECT_FALSE(outputs.are_consecutive());

@@ -73,6 +73,7 @@ struct Setting {
   PageFormat format = {};
   double temperature = 0;
   double balance = default_balance;
+  double penalty = 0.2;  // of frequent tokens, where tokens are drawn
 };
 void PrintTo(const Setting& setting, std::ostream* stream) { *stream << setting.name; }
 
@@ -126,7 +127,7 @@ class Lookup : public ::testing::TestWithParam<Setting> {
     options.lookup = lookup;
     options.sampling.temperature = GetParam().temperature;
     options.sampling.seed = seed;
-    options.sampling.frequency_penalty = GetParam().temperature > 0 ? 0.2 : 0;
+    options.sampling.frequency_penalty = GetParam().temperature > 0 ? GetParam().penalty : 0;
     if (has_logits) {
       options.on_logits = [&](const std::vector<float>& logits) {
         outcome.logits.push_back(logits);
@@ -178,6 +179,7 @@ TEST_P(Lookup, AnswersAreThoseWithoutIt) {
   DraftCounts drafts;
   for (unsigned seed = 1; seed < 3; ++seed) {
     SCOPED_TRACE(seed);
+    EXPECT_EQ(run(0, seed, false).answer.tokens, run(0, seed, true).answer.tokens);
     for (const bool has_logits : {false, true}) {
       const Outcome expected = run(0, seed, has_logits);
       EXPECT_EQ(expected.answer.drafts.drafted, 0);
@@ -214,7 +216,7 @@ TEST_P(Lookup, SnapshotsWithinADraftHaveTheTokensSoFar) {
     options.lookup = 5;
     options.sampling.temperature = GetParam().temperature;
     options.sampling.seed = 2;
-    options.sampling.frequency_penalty = GetParam().temperature > 0 ? 0.2 : 0;
+    options.sampling.frequency_penalty = GetParam().temperature > 0 ? GetParam().penalty : 0;
     EXPECT_EQ(resumed->resume_answer(options).tokens, expected);
     comm.barrier();
     if (comm.is_root()) std::filesystem::remove(file);
@@ -231,7 +233,7 @@ TEST_P(Lookup, AnInterruptedAnswerContinues) {
   options.lookup = 5;
   options.sampling.temperature = GetParam().temperature;
   options.sampling.seed = 3;
-  options.sampling.frequency_penalty = GetParam().temperature > 0 ? 0.2 : 0;
+  options.sampling.frequency_penalty = GetParam().temperature > 0 ? GetParam().penalty : 0;
   int count = 0;
   options.on_token = [&](TokenId) {
     if (++count % 7 == 0) throw Stop();
@@ -256,6 +258,8 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Setting{"none", make_config, PruneMode::none},
         Setting{"none_sampled", make_config, PruneMode::none, "", {}, 0.7},
+        Setting{"none_drawn", make_config, PruneMode::none, "", {}, 0.7, default_balance, 0},
+        Setting{"always_drawn", make_config, PruneMode::always, "", {}, 1.1, default_balance, 0},
         Setting{"none_quantised", make_config, PruneMode::none, "", quantised},
         Setting{"prefill", make_config, PruneMode::prefill},
         Setting{"prefill_moves_pages", make_config, PruneMode::prefill, "", {}, 0, 1e-6},

@@ -887,6 +887,49 @@ TEST_F(SchedulerTest, ChoicesDrawWithSeedsOfTheirOwn) {
   }
 }
 
+TEST_F(SchedulerTest, DrawsDoNotDependOnOtherRequests) {
+  options.pruning.mode = PruneMode::prefill;
+  const Asked asked = {some(50), some(4), 15};
+  std::vector<SamplingOptions> samplings(5);
+  for (std::size_t i = 1; i < samplings.size(); ++i) {
+    samplings[i].temperature = 0.6 + 0.2 * static_cast<double>(i);
+    samplings[i].seed = i;
+  }
+  samplings[1].top_p = 0.9;
+  samplings[2].top_k = 12;
+  samplings[3].min_p = 0.02;
+  samplings[4].presence_penalty = 0.5;
+  std::vector<std::vector<TokenId>> expected;
+  for (const SamplingOptions& sampling : samplings) {
+    expected.push_back(answer_of(asked, sampling).tokens);
+  }
+  SamplingOptions of_choice = samplings[3];
+  ++of_choice.seed;
+  const std::vector<TokenId> other = answer_of(asked, of_choice).tokens;
+  for (const std::int64_t rows : {80, 5}) {
+    scheduling.max_batch_tokens = rows;
+    scheduling.lookup = rows == 80 ? 12 : 0;
+    serve([&](Scheduler& scheduler) {
+      std::vector<std::shared_ptr<Heard>> heard;
+      for (std::size_t i = 0; i < samplings.size(); ++i) {
+        GenerationRequest request = request_of(asked);
+        request.sampling = samplings[i];
+        request.choices = i == 3 ? 2 : 1;
+        if (i == 2) request.top_logprobs = 1;
+        heard.push_back(std::make_shared<Heard>());
+        scheduler.submit(request, heard.back());
+      }
+      while (scheduler.step()) {
+      }
+      for (std::size_t i = 0; i < samplings.size(); ++i) {
+        EXPECT_EQ(heard[i]->error, "");
+        EXPECT_EQ(heard[i]->tokens[0], expected[i]) << i;
+      }
+      EXPECT_EQ(heard[3]->tokens[1], other);
+    });
+  }
+}
+
 TEST_F(SchedulerTest, RequestsMayHaveSettingsOfTheirOwn) {
   options.pruning.mode = PruneMode::prefill;
   const Asked asked = {some(80), some(4), 8};

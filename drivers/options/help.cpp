@@ -169,8 +169,8 @@ const std::vector<EnvironmentVariable>& environment_variables() {
        "off: ranks on GPUs exchange values by MPI alone; default: by NCCL, if this "
        "build has it and each rank has a GPU of its own"},
       {"KVZAP_FP8",
-       "off: do not round activations to 8 bits for products with FP8 weights; default: an H100 or "
-       "H200 rounds those of 32 tokens and more"},
+       "on: an H100 or H200 rounds activations of 32 tokens and more to 8 bits for products with "
+       "FP8 weights; default: off"},
       {"KVZAP_API_KEY", "kvzap serve: an API key, beside those of --api-key-file"},
       {"COLUMNS", "characters per line of help and progress; default: those of the terminal"},
   };

@@ -48,7 +48,7 @@ std::unique_ptr<model::WeightStore> open_store(const std::filesystem::path& fold
 
 Model Model::load(const std::filesystem::path& folder, const ModelConfig& config, DType dtype,
                   const HeadPartition& partition, int rank, const LoadOptions& options) {
-  linalg::float8_choice();  // names a wrong KVZAP_FP8 before the first step
+  linalg::wants_float8();  // names a wrong KVZAP_FP8 before the first step
   const auto store = open_store(folder, config, options.random_seed, options.storage);
   const model::WeightSource source(*store, dtype, options.storage);
   return Model(config, dtype, partition, rank,

@@ -156,9 +156,9 @@ struct InputPairs {
     if constexpr (is_first) {
       multiply_first<bfloat16>(sums, a, rest[0], rest[1]);
     } else {
-      multiply<bfloat16>(sums, a, rest[0], rest[1]);
+      base::cuda::multiply<bfloat16>(sums, a, rest[0], rest[1]);
     }
-    multiply<bfloat16>(sums, a, upper[0], upper[1]);
+    base::cuda::multiply<bfloat16>(sums, a, upper[0], upper[1]);
   }
 };
 

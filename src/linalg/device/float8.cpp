@@ -52,21 +52,20 @@ void clear_rows(const ExecutionSpace& exec, std::int64_t first, const Float8Rows
 
 }  // namespace
 
-Float8Choice float8_choice() {
+bool wants_float8() {
   const char* const asked = std::getenv("KVZAP_FP8");
   const std::string_view name = asked ? asked : "";
-  if (name.empty()) return Float8Choice::automatic;
-  if (name == "on") return Float8Choice::on;
-  if (name == "off") return Float8Choice::off;
+  if (name.empty() || name == "off") return false;
+  if (name == "on") return true;
   throw Error(fmt::format("KVZAP_FP8 is \"{}\"; expected on or off", name));
 }
 
 bool multiplies_float8([[maybe_unused]] const ExecutionSpace& exec) {
-  const Float8Choice choice = float8_choice();
+  if (!wants_float8()) return false;
 #if defined(KOKKOS_ENABLE_CUDA)
-  return choice != Float8Choice::off && cublas::has_float8_blocks(exec);
+  return cublas::has_float8_blocks(exec);
 #else
-  return choice == Float8Choice::on && base::runs_on_host && base::machine().on_device();
+  return base::runs_on_host && base::machine().on_device();
 #endif
 }
 

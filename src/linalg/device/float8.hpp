@@ -62,13 +62,11 @@ struct Float8Product {
 /// multiprocessors idle. Tests lower it.
 inline std::int64_t float8_copied_bytes = std::int64_t{64} << 20;
 
-/// What the environment's KVZAP_FP8 says about products of many rows with weights of e4m3, if it
-/// says anything. Throws Error for any value other than on and off.
-enum class Float8Choice { automatic, on, off };
-Float8Choice float8_choice();
-/// Whether such products round x to e4m3, too. That is so on CUDA devices of compute
-/// capability 9.0, whose library has scales for blocks of 128 inputs, unless KVZAP_FP8=off. With
-/// KVZAP_FP8=on the kernels of devices do so on hosts, for tests.
+/// Whether the environment has KVZAP_FP8=on. Throws Error for any value other than on and off.
+bool wants_float8();
+/// Whether products of many rows with weights of e4m3 round x to e4m3, too: with KVZAP_FP8=on, on
+/// CUDA devices of compute capability 9.0, whose library has scales for blocks of 128 inputs, and
+/// in the kernels of devices on hosts, for tests.
 bool multiplies_float8(const ExecutionSpace& exec);
 
 /// Whether multiply() takes this product: cuBLASLt may lack an algorithm for it.

@@ -518,6 +518,118 @@ TEST_P(DecoderShapes, RepeatedLaunchesOfRanksDoNotMatter) {
   }
 }
 
+/// How tokens of some sequences are chosen: one greedily.
+std::vector<Sampler> some_samplers() {
+  std::vector<SamplingOptions> options(4);
+  options[0].temperature = 0.8;
+  options[0].top_p = 0.9;
+  options[2].temperature = 30;
+  options[2].top_k = 70;
+  options[3].temperature = 1.5;
+  options[3].min_p = 0.01;
+  std::vector<Sampler> samplers;
+  for (SamplingOptions& one : options) {
+    one.seed = samplers.size();
+    samplers.emplace_back(one);
+  }
+  return samplers;
+}
+
+// Steps that draw tokens, beside greedy ones and drafts, give those that samplers draw of the
+// logits. On devices their launches are recorded and repeated.
+TEST_P(DecoderShapes, DrawnTokensAreThoseOfTheLogits) {
+  const Communicator self = Communicator::self();
+  const bool before = base::machine().on_device();
+  const ModelConfig config = make_config(GetParam());
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), 1);
+  constexpr std::size_t greedy = 1;
+  for (const bool device : {false, true}) {
+    base::machine().set_device(device);
+    SCOPED_TRACE(base::machine().on_device() ? "device" : "host");
+    const auto model = Model::load(checkpoint.folder.path(), config, DType::f32, partition, 0);
+    auto surrogate =
+        Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::f32, self);
+    Sequences drawn(model, surrogate, {}), by_logits(model, surrogate, {});
+    std::vector<Sampler> samplers = some_samplers(), of_draws = some_samplers();
+    std::vector<TokenId> next = some_tokens(static_cast<int>(samplers.size()));
+    for (std::size_t i = 0; i < samplers.size(); ++i) {
+      for (Sequences* const all : {&drawn, &by_logits}) {
+        all->add(some_tokens(5 + 20 * static_cast<int>(i)), {});
+      }
+    }
+    for (int step = 0; step < 30; ++step) {
+      StepBatch tokens;
+      for (std::size_t i = 0; i < samplers.size(); ++i) {
+        const StepOutput output = i == greedy ? StepOutput::argmax : StepOutput::drawn;
+        const auto draws = of_draws[i].next_draws(i == greedy ? 0 : 1);
+        tokens.add(drawn.ids[i], {next[i]}, {}, output, draws);
+      }
+      const auto found = drawn.decoder.step(tokens);
+      const auto expected =
+          by_logits.decoder.step(single_tokens(by_logits.ids, next, {}, StepOutput::logits));
+      for (std::size_t i = 0; i < samplers.size(); ++i) {
+        next[i] = samplers[i](expected[i].logits);
+        if (i != greedy) of_draws[i].use_draw();
+        ASSERT_EQ(i == greedy ? found[i].argmax : found[i].drawn, next[i]) << step << ", " << i;
+        EXPECT_EQ(i == greedy ? found[i].drawn : found[i].argmax, -1);
+        EXPECT_TRUE(found[i].logits.empty());
+      }
+    }
+    if (base::machine().on_device()) {
+      EXPECT_GT(drawn.decoder.repeated_steps(), 20);
+    }
+    // A draft between others, whose rows are not consecutive.
+    const std::vector<TokenId> draft = some_tokens(3);
+    const auto some = [](SequenceId id, const std::vector<TokenId>& ids, StepOutput output,
+                         const std::vector<TokenDraw>& draws = {}) {
+      return StepBatch(id, ids, {}, output, draws);
+    };
+    StepBatch mixed = some(drawn.ids[1], {1, 2}, StepOutput::argmax);
+    mixed.add(drawn.ids[0], draft, {}, StepOutput::all_drawn, samplers[0].next_draws(3));
+    mixed.add(drawn.ids[2], {next[2]}, {}, StepOutput::logits);
+    mixed.add(drawn.ids[3], {3, 1}, {}, StepOutput::drawn, samplers[3].next_draws(1));
+    const auto found = drawn.decoder.step(mixed);
+    StepBatch all = some(by_logits.ids[1], {1, 2}, StepOutput::argmax);
+    all.add(by_logits.ids[0], draft, {}, StepOutput::all_logits);
+    all.add(by_logits.ids[2], {next[2]}, {}, StepOutput::logits);
+    all.add(by_logits.ids[3], {3, 1}, {}, StepOutput::logits);
+    const auto expected = by_logits.decoder.step(all);
+    EXPECT_EQ(found[0].argmax, expected[0].argmax);
+    ASSERT_EQ(found[1].all_drawn.size(), 3u);
+    for (std::size_t t = 0; t < 3; ++t) {
+      EXPECT_EQ(found[1].after(t, 3).drawn, samplers[0](expected[1].after(t, 3).logits));
+    }
+    EXPECT_EQ(found[2].logits, expected[2].logits);
+    EXPECT_EQ(found[3].drawn, samplers[3](expected[3].logits));
+  }
+  base::machine().set_device(before);
+}
+
+// Ranks have parts of the logits.
+TEST(DrawnTokens, NeedOneRank) {
+  const Communicator comm = Communicator::world();
+  const ModelConfig config = make_config(shapes[0]);
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+  const auto model =
+      Model::load(checkpoint.folder.path(), config, DType::f32, partition, comm.rank());
+  Decoder decoder(model, nullptr, comm, 8, 4);
+  EXPECT_EQ(decoder.draws_tokens(), comm.size() == 1);
+  const SequenceId id = decoder.cache().add_sequence();
+  EXPECT_THROW(StepBatch(id, {1}, {}, StepOutput::drawn), Error);
+  EXPECT_THROW(StepBatch(id, {1, 2}, {}, StepOutput::all_drawn, {{}}), Error);
+  EXPECT_THROW(StepBatch(id, {1}, {}, StepOutput::argmax, {{}}), Error);
+  const StepBatch batch(id, {1}, {}, StepOutput::drawn, {{}});
+  if (comm.size() > 1) {
+    EXPECT_THROW(decoder.step(batch), Error);
+  } else {
+    EXPECT_GE(decoder.step(batch).front().drawn, 0);
+  }
+}
+
 /// What each span of a step asks of it, and its sequence in two decoders.
 struct MixedSpan {
   int begin, count;  // of the test's tokens
@@ -1092,6 +1204,53 @@ TEST(DecodeStep, WaitsAsOftenForManyLayersAsForFew) {
     EXPECT_LE(step.fences, of_steps.front().fences);
     EXPECT_LE(step.fences, 16);
   }
+}
+
+// Beside a greedy step, one that draws copies the settings of its draws, and launches two kernels
+// instead of the two of argmaxes if all sequences draw.
+TEST(DecodeStep, DrawsBringNoLogits) {
+  namespace tools = Kokkos::Tools::Experimental;
+  if (kernels_wait()) GTEST_SKIP() << "every kernel of this backend waits";
+  const bool before = base::machine().on_device();
+  base::machine().set_device(true);
+  const ModelConfig config = make_config(shapes[2]);
+  const Checkpoint checkpoint(config);
+  const auto partition =
+      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), 1);
+  const auto model = Model::load(checkpoint.folder.path(), config, DType::bf16, partition, 0);
+  Decoder decoder(model, nullptr, Communicator::self(), 4, 64);
+  std::vector<SequenceId> ids;
+  for (int i = 0; i < 3; ++i) {
+    ids.push_back(decoder.cache().add_sequence());
+    step_argmax(decoder, ids.back(), some_tokens(9));
+  }
+  const auto on_kernel = [](const char*, const std::uint32_t, std::uint64_t*) { ++waits.kernels; };
+  const auto step_of = [&](const std::vector<StepOutput>& outputs) {
+    StepBatch batch;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const std::vector<TokenDraw> draws(outputs[i] == StepOutput::drawn ? 1 : 0,
+                                         {0.8, 0, 0.9, 0, 0.3});
+      batch.add(ids[i], {1}, {}, outputs[i], draws);
+    }
+    for (int i = 0; i < 3; ++i) decoder.step(batch);
+    waits = {};
+    tools::set_begin_deep_copy_callback([](Kokkos_Profiling_SpaceHandle, const char*, const void*,
+                                           Kokkos_Profiling_SpaceHandle, const char*, const void*,
+                                           std::uint64_t) { ++waits.copies; });
+    tools::set_begin_parallel_for_callback(on_kernel);
+    decoder.step(batch);
+    tools::set_begin_deep_copy_callback(nullptr);
+    tools::set_begin_parallel_for_callback(nullptr);
+    return waits;
+  };
+  constexpr auto argmax = StepOutput::argmax, drawn = StepOutput::drawn;
+  const Waits greedy = step_of({argmax, argmax, argmax}), mixed = step_of({drawn, argmax, drawn});
+  const Waits all = step_of({drawn, drawn, drawn});
+  base::machine().set_device(before);
+  EXPECT_EQ(mixed.copies, greedy.copies + 1);
+  EXPECT_EQ(mixed.kernels, greedy.kernels + 2);
+  EXPECT_EQ(all.copies, greedy.copies);  // instead of filling keys of argmaxes
+  EXPECT_EQ(all.kernels, greedy.kernels);
 }
 
 }  // namespace

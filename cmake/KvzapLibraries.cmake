@@ -98,6 +98,12 @@ if(KVZAP_KOKKOS_BACKENDS MATCHES "CUDA")
   set(kvzap_quick_optimization -O1)
 endif()
 
+# Loops of hosts. Clang up to 15 makes calls of OpenMP's library of these pragmas on AMD's devices.
+set(kvzap_simd_loops -fopenmp-simd)
+if(KVZAP_KOKKOS_BACKENDS MATCHES "HIP")
+  set(kvzap_simd_loops "SHELL:-Xarch_host -fopenmp-simd")
+endif()
+
 # Cold sources handle text, JSON, files, protocols and plans, without long loops. Releases compile them
 # at -O1, in two thirds of the time of -O3. Hot ones in the same rooms encode, decode or compute with
 # weights. Hosts run the kernels of devices in tests and benchmarks alone.
@@ -148,7 +154,7 @@ function(kvzap_compile target first)
   endif()
   # Otherwise a comparison that may trap stays a branch, and a square root that may set errno a call,
   # and GCC does not vectorize their loops.
-  target_compile_options(${target} PRIVATE ${kvzap_warnings} -fopenmp-simd
+  target_compile_options(${target} PRIVATE ${kvzap_warnings} ${kvzap_simd_loops}
     $<$<CXX_COMPILER_ID:GNU,Clang>:-fno-trapping-math;-fno-math-errno>)
   if(CMAKE_BUILD_TYPE STREQUAL "Sanitize" OR KVZAP_UNITE_SOURCES)
     # Tests replace these.

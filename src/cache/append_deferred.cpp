@@ -149,7 +149,8 @@ void launch(DType dtype, const ExecutionSpace& exec, int spans, const StepArgs& 
     };
     kernel.scratch_bytes = static_cast<std::int32_t>(bytes(1));
     base::parallel_for("kvzap::append::step",
-                       base::team_policy(exec, spans * kernel.heads, step_shape, kernel, bytes),
+                       base::team_policy<base::SmallTeamPolicy>(exec, spans * kernel.heads,
+                                                                step_shape, kernel, bytes),
                        kernel);
   });
 }

@@ -81,13 +81,14 @@ void admit_by_kernel(const ExecutionSpace& exec, const LeavingRows<Value>& rows,
                      const KeptPart& kept, const std::int64_t* retained, const PagesRef& pages) {
   PackRows<Value> kernel{rows, most, kept, retained, pages, 0};
   const auto bytes = [&](int threads) { return sizeof(float) * threads * rows.page.dim; };
-  const base::TeamPolicy one = base::team_policy(exec, 1, pack_shape, kernel, bytes);
-  const int threads = one.team_size();
+  const auto policy_of = [&](std::int64_t teams) {
+    return base::team_policy<base::SmallTeamPolicy>(exec, teams, pack_shape, kernel, bytes);
+  };
+  const int threads = policy_of(1).team_size();
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(threads));
   const std::int64_t packed = rows.page.format.vectors() * rows.span.step.heads * most;
   const std::int64_t teams = (packed + threads - 1) / threads;
-  Kokkos::parallel_for("kvzap::append::pack",
-                       base::team_policy(exec, teams, pack_shape, kernel, bytes), kernel);
+  Kokkos::parallel_for("kvzap::append::pack", policy_of(teams), kernel);
 }
 
 /// One thread for each byte of a head's codes, scales and metadata, in ascending order of rows, so

@@ -101,6 +101,7 @@ void online_softmax(const ExecutionSpace& exec, const SeenRows& seen, const Pane
             rows.maximum[i] = largest;
             rows.weight[i] = rows.weight[i] * factor + sum;
           });
+          base::fence_lanes();
           if (own_tokens.any[head] != 0) {
             const std::int64_t first_own = before_first - 1;
             for (std::int64_t r = first_own < begin ? begin : first_own; r < limit; ++r) {

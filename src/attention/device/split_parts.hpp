@@ -403,8 +403,8 @@ void attend_parts(const ExecutionSpace& exec, const SplitSpans& spans, std::int6
   static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
   const int lanes = lanes_for(vectors);
   const auto bytes = [&](int threads) { return PartScratch<Rows>::bytes(G, padded, threads); };
-  const base::TeamPolicy policy =
-      base::team_policy(exec, parts, {std::max(1, team_threads / lanes), lanes}, kernel, bytes);
+  const auto policy = base::team_policy<base::SmallTeamPolicy>(
+      exec, parts, {std::max(1, team_threads / lanes), lanes}, kernel, bytes);
   kernel.scratch_bytes = static_cast<std::int32_t>(bytes(policy.team_size()));
   base::parallel_for(
       Rows::quantised ? "kvzap::attention::split_quantised" : "kvzap::attention::split", policy,

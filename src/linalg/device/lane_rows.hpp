@@ -20,6 +20,7 @@ struct LaneLoops {
   template <class Body>
   KOKKOS_INLINE_FUNCTION void each(int n, const Body& body) const {
     Kokkos::parallel_for(Kokkos::ThreadVectorRange(team, n), body);
+    base::fence_lanes();
   }
   template <class Sum, class Body>
   KOKKOS_INLINE_FUNCTION Sum sum(int n, const Body& body) const {

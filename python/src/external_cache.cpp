@@ -24,6 +24,13 @@ namespace {
 using Array = nb::ndarray<>;
 
 constexpr bool is_on_host = Kokkos::SpaceAccessibility<Kokkos::HostSpace, MemorySpace>::accessible;
+#if defined(KOKKOS_ENABLE_HIP)
+using Device = nb::device::rocm;
+#elif defined(KOKKOS_ENABLE_SYCL)
+using Device = nb::device::oneapi;
+#else
+using Device = nb::device::cuda;
+#endif
 
 DType dtype_of(const Array& array, const char* name) {
   const nb::dlpack::dtype type = array.dtype();
@@ -44,7 +51,7 @@ ArrayView view_of(const nb::handle& tensor, const char* name, bool is_matrix,
   if (tensor.is_none()) return {};
   kept.push_back(as<Array>(tensor, name, "a tensor"));
   const Array& array = kept.back();
-  if (array.device_type() != (is_on_host ? nb::device::cpu::value : nb::device::cuda::value)) {
+  if (array.device_type() != (is_on_host ? nb::device::cpu::value : Device::value)) {
     throw nb::value_error((std::string(name) + ": expected a tensor on the " +
                            (is_on_host ? "CPU" : "GPU") + ", where this package computes")
                               .c_str());

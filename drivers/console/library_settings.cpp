@@ -86,8 +86,9 @@ void place_settings(int argc, char** argv, char** environment) {
   all_are_placed = true;
 }
 
+// Not constant: with HIP, Clang takes constants for the device, which lacks the function.
 __attribute__((section(".preinit_array"),
-               used)) void (*const before_constructors)(int, char**, char**) = place_settings;
+               used)) void (*before_constructors)(int, char**, char**) = place_settings;
 
 }  // namespace
 

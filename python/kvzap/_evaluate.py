@@ -78,6 +78,15 @@ class Evaluation:
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
+def _refuse_added(policies: str, place: str) -> None:
+    """Refuses texts of functions that have a name, because a continuation knows them by it alone."""
+    for policy in policies.split(";"):
+        added = re.split(r"[:+@]", policy)[0].strip()
+        if added in _kvzap._added_policies():
+            raise ValueError(f"{place}: {added} is a function that add_policy named; expected the function itself, or a "
+                             "ScorePolicy, so that a continuation knows whether it is the same")
+
+
 class _Settings:
     """The entries of --policies for the policies of `evaluate`. Objects have amounts of their own.
 
@@ -101,12 +110,10 @@ class _Settings:
         if isinstance(policy, str):
             if "\0" in policy:
                 raise ValueError(f"{place}: {policy!r} has a NUL character; expected a policy's text")
-            added = re.split(r"[:+@]", policy)[0].strip()
-            if added in _kvzap._added_policies():
-                raise ValueError(f"{place}: {added} is a function that add_policy named; expected the function itself, or a "
-                                 "ScorePolicy, so that a continuation knows whether it is the same")
+            _refuse_added(policy, place)
             self.entries.append(policy)
         elif isinstance(policy, Pruning):
+            _refuse_added(str(policy), place)
             name = str(policy) if not str(policy).startswith("@") else f"kvzap{policy}"  # of a surrogate alone
             self._protect(policy, name)
             self.entries.append(_without_protected(name).replace(";", r"\;"))

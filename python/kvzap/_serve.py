@@ -46,8 +46,8 @@ def serve(model: Path, policy: str | Pruning | ScorePolicy | Press | None = None
     options: those of `kvzap serve --help`, with underscores: host="0.0.0.0", port=8000, kv_memory="8GB", ...
 
     The address and the log go to standard error. The first signal lets running requests end, a second one cuts them
-    off. Other calls of kvzap in this process wait meanwhile. A function that raises fails its request alone, whose
-    answer has the error's text. Sets the number of threads of the process.
+    off. Other calls of kvzap in this process wait meanwhile. If a function raises, the requests of that step get the
+    error's text, and the server goes on. Sets the number of threads of the process.
 
     Raises kvzap.Error for bad options; RuntimeError on another thread than the main one, which alone gets signals;
     TypeError for another policy; ValueError for prefix_store beside functions, of which a store knows nothing.

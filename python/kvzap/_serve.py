@@ -60,15 +60,13 @@ def serve(model: Path, policy: str | Pruning | ScorePolicy | Press | None = None
         if options.pop(name, None):
             raise TypeError(f"serve: {name} is an option of the program alone")
     text = None if policy is None else _policy_text(policy)
-    if options.get("prefix_store") and _kvzap._added_policies():
-        raise ValueError("serve: prefix_store has states of policies by their names, and functions change; expected no "
-                         f"prefix_store beside {', '.join(_kvzap._added_policies())}")
     others = flags(options)
     model = path(model, "model")
     command = ["serve", "-m", model, *([] if text is None else [f"--policy={text}"]), *others]
     values = [model, *([] if text is None else [text]), *(one.partition("=")[2] for one in others)]
     try:
-        _kvzap._serve(command, lambda message: warnings.warn(named(message, values), stacklevel=3))
+        _kvzap._serve(command, lambda message: warnings.warn(named(message, values), stacklevel=3),
+                      ", ".join(_kvzap._added_policies()))
     except Error as error:
         error.args = (named(str(error), values), *error.args[1:])
         raise

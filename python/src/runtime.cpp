@@ -177,7 +177,37 @@ std::exception_ptr& failure_of_callback() {
 
 namespace {
 thread_local bool are_failures_texts = false;
+
+/// Returns the type and text of an exception as UTF-8. Lone surrogates are escaped, and a text that
+/// str() cannot make is left out.
+std::string text_of_exception(const nb::python_error& error) {
+  const std::string type = nb::type_name(error.type()).c_str();
+  const nb::object text = nb::steal(PyObject_Str(error.value().ptr()));
+  const nb::object bytes =
+      nb::steal(text.is_valid() ? PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace")
+                                : nullptr);
+  if (!bytes.is_valid()) {
+    PyErr_Clear();
+    return type;
+  }
+  const std::string utf8 = PyBytes_AsString(bytes.ptr());
+  return utf8.empty() ? type : type + ": " + utf8;
 }
+
+/// Returns the text of the exception that is being handled, whatever its type.
+std::string text_of_failure() {
+  try {
+    throw;
+  } catch (const nb::python_error& error) {
+    return text_of_exception(error);
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an unknown exception";
+  }
+}
+
+}  // namespace
 
 FailuresAsTexts::FailuresAsTexts() { are_failures_texts = true; }
 FailuresAsTexts::~FailuresAsTexts() { are_failures_texts = false; }
@@ -187,12 +217,7 @@ void fail_callback() {
     failure_of_callback() = std::current_exception();
     throw Error("a callback has failed");
   }
-  try {
-    throw;
-  } catch (const nb::python_error& error) {
-    const std::string type = nb::type_name(error.type()).c_str();
-    throw AgreedError(type + ": " + nb::str(error.value()).c_str());  // of the only rank
-  }
+  throw AgreedError(text_of_failure());  // of the only rank
 }
 
 void check_signals() {

@@ -1,6 +1,7 @@
 // The server of `kvzap serve` in the process of Python.
 #include <nanobind/stl/string.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,8 @@ namespace kvzap::python {
 namespace {
 
 /// Runs `kvzap` with these arguments, of serve, until a signal ends it. Returns the exit status.
-int serve(const nb::list& texts, const nb::object& warn) {
+/// `functions`: names of add_policy. Raises ValueError for a prefix store beside them.
+int serve(const nb::list& texts, const nb::object& warn, const std::string& functions) {
   std::vector<std::string> arguments;
   for (const nb::handle& text : texts) {
     arguments.push_back(as<std::string>(text, "serve", "a text"));
@@ -30,6 +32,12 @@ int serve(const nb::list& texts, const nb::object& warn) {
     const FailuresAsTexts texts_of_failures;  // an answer has the error, and the server goes on
     const Communicator comm = Communicator::self();
     driver::read_deck_of_command(line, comm);
+    if (!functions.empty() && !line.serve_options.prefix_store.empty()) {  // of an option or deck
+      throw std::invalid_argument(
+          "serve: prefix_store has states of policies by their names, and functions change; "
+          "expected no prefix_store beside " +
+          functions);
+    }
     driver::check_options(line, comm);
     return driver::serve(line.serve_options, comm, driver::version, driver::revision);
   });
@@ -38,7 +46,7 @@ int serve(const nb::list& texts, const nb::object& warn) {
 }  // namespace
 
 void bind_serve(nb::module_& module) {
-  module.def("_serve", &serve, nb::arg("arguments"), nb::arg("warn"));
+  module.def("_serve", &serve, nb::arg("arguments"), nb::arg("warn"), nb::arg("functions"));
 }
 
 }  // namespace kvzap::python

@@ -67,7 +67,7 @@ def test_names_of_others_are_refused(name):
         kvzap.add_policy(value_norm, name)
 
 
-def test_bad_arguments():
+def test_bad_arguments(tmp_path):
     with pytest.raises(kvzap.Error, match="expected letters, digits"):
         kvzap.add_policy(value_norm, "a+b")
     with pytest.raises(TypeError, match="expected a function"):
@@ -81,8 +81,14 @@ def test_bad_arguments():
     kvzap.add_policy(value_norm)
     with pytest.raises(ValueError, match="expected no prefix_store"):
         kvzap.serve(MODEL, prefix_store="store")
-    with pytest.raises(ValueError, match="expected the function itself"):
-        kvzap.evaluate(MODEL, [{"context": "a", "question": "b", "answer": ["c"]}], "value_norm@evict-ratio=0.5")
+    deck = tmp_path / "deck.toml"
+    deck.write_text('prefix-store = "store"\n')
+    with pytest.raises(ValueError, match="expected no prefix_store"):
+        kvzap.serve(MODEL, config=deck)
+    text = "value_norm@evict-ratio=0.5"
+    for policy in (text, f"none;{text}", kvzap.Pruning.parse(text)):
+        with pytest.raises(ValueError, match="expected the function itself"):
+            kvzap.evaluate(MODEL, [{"context": "a", "question": "b", "answer": ["c"]}], policy)
 
 
 SERVER = textwrap.dedent("""
@@ -96,7 +102,22 @@ SERVER = textwrap.dedent("""
     def broken(layer, head):
         raise ZeroDivisionError("division by zero")
 
+    class Unprintable(Exception):
+        def __str__(self):
+            raise self
+
+    FAILURES = [ValueError("\\udc80"), Unprintable(), MemoryError(), SystemExit(3), kvzap.Error("mine")]
+
+    def fails(layer, head):
+        raise FAILURES[0]
+
+    def short(layer, head):
+        FAILURES.append(FAILURES.pop(0))
+        return np.ones(3)
+
     kvzap.add_policy(broken)
+    kvzap.add_policy(fails)
+    kvzap.add_policy(short)
     kvzap.add_policy(value_norm, "by-value")
     kvzap.serve(sys.argv[1], kvzap.ScorePolicy(value_norm, evict_ratio=0.5), port=0, dtype="f32")
     print("ended")
@@ -124,6 +145,11 @@ def test_requests_name_policies_of_python():
             answer(kvzap={"policy": "broken", "evict_ratio": 0.5})
         assert failed.value.code == 500
         assert json.load(failed.value)["error"]["message"] == "policy broken: ZeroDivisionError: division by zero"
+        for expected in [r"ValueError: \udc80", "Unprintable", "MemoryError", "SystemExit: 3", "Error: mine"]:
+            for name, text in [("fails", expected), ("short", "found (3,)")]:  # which is raised without Python's types
+                with pytest.raises(urllib.error.HTTPError) as failed:
+                    answer(kvzap={"policy": name, "evict_ratio": 0.5})
+                assert json.load(failed.value)["error"]["message"].endswith(text)
         assert answer()["choices"] == own["choices"]  # the server goes on
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)

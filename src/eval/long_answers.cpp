@@ -61,7 +61,7 @@ std::vector<Item> draw_steps(RowRandom& random, std::size_t count) {
   return items;
 }
 
-/// The task about some of the items, in the order of `asked`.
+/// The task about the first `count` items, whose answers are in `order`.
 MadeTask task_of(const std::string& name, const std::vector<Item>& items, std::size_t count,
                  const std::vector<std::size_t>& order) {
   MadeTask made;
@@ -108,7 +108,7 @@ MadeTask make_long_answer(const PromptMeter& meter, std::uint64_t seed, const st
   RowRandom random(seed, name, length, index);
   // No statement takes fewer than four tokens of prompt and answer; there are enough things to
   // name.
-  constexpr std::int64_t least_tokens = 4, most_items = 10000;
+  constexpr std::int64_t least_tokens = 4, most_items = 50000;  // half of the numbers
   const auto most =
       static_cast<std::size_t>(std::clamp<std::int64_t>(length / least_tokens, 2, most_items));
   const std::vector<Item> items =
@@ -133,9 +133,8 @@ MadeTask make_long_answer(const PromptMeter& meter, std::uint64_t seed, const st
   MadeTask made = make(fits);
   if (!is_short(made)) {
     throw TooShort(fmt::format(
-        "a length of {} is too short for {}: this prompt takes at least {} tokens, {} generated "
-        "ones "
-        "among them",
+        "a length of {} is too short for {}: this prompt takes at least {} tokens, {} of them "
+        "generated",
         length, name, made.tokens + made.task.max_new_tokens, made.task.max_new_tokens));
   }
   while (fits + 1 < too_many) {

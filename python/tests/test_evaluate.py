@@ -166,11 +166,12 @@ def test_functions_without_a_known_state_do_not_go_on(tmp_path):
 
 
 def test_answers_are_cut_while_they_are_generated():
-    text = "knorm@evict-ratio=0.5@decode-every=4@decode-keep=48"
-    rows = [row for row in kvzap.evaluate(MODEL, TASKS, [text, kvzap.Pruning.parse(text), "knorm@evict-ratio=0.5"],
+    text, alone = (f"knorm@evict-ratio={ratio}@decode-every=4@decode-keep=48" for ratio in ("0.5", "0"))
+    rows = [row for row in kvzap.evaluate(MODEL, TASKS, [text, kvzap.Pruning.parse(text), "knorm@evict-ratio=0.5", alone, "none"],
                                           progress=False, **QUICK) if row["task"] == "all"]
-    assert [row["setting"].count("decode-every") for row in rows] == [1, 0]  # the same setting is there once
-    assert rows[0]["kv_bytes_at_end"] < rows[1]["kv_bytes_at_end"]
+    assert [row["setting"].count("decode-every") for row in rows] == [1, 0, 1, 0]  # the same setting is there once
+    ends = [row["kv_bytes_at_end"] for row in rows]
+    assert ends[0] < ends[1] < ends[3] and ends[2] < ends[3]
 
 
 def test_errors_name_the_setting():

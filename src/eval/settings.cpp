@@ -203,7 +203,12 @@ std::vector<EvalSetting> settings_of(Entry entry, const SettingsRequest& request
     setting.has_general_amount = is_general;
     setting.kv_type = entry.kv_type;
     setting.label = label_of(setting, entry.label, spec, request.general) + type_label;
-    settings.push_back(found.evict_ratio == 0.0 ? none : std::move(setting));
+    const bool cuts_answers = setting.pruning.decode.every > 0;
+    if (cuts_answers && setting.pruning.moment == PruneMoment::question) {
+      fail("cuts while the answer is generated need @prune-after=context, found question");
+    }
+    const bool keeps_all = found.evict_ratio == 0.0 && !cuts_answers;
+    settings.push_back(keeps_all ? none : std::move(setting));
   }
   return settings;
 }

@@ -298,7 +298,7 @@ class BadInput(EvalTestCase):
         self.refuse(policies="kvzap", parts=["--policies: kvzap: ", "--surrogate"])
         self.refuse(policies="snapkv@prune=always@evict-ratio=0.5", parts=["--policies: snapkv@", "--prune always"])
         self.refuse(policies="h2o@evict-ratio=0.5@prune-after=question@decode-every=8@decode-keep=64",
-                    parts=["h2o", "cuts while the answer is generated"])
+                    parts=["--policies: h2o@evict-ratio", "cuts while the answer is generated"])
         self.refuse(policies="snapkv@evict-ratoi=0.5", parts=["--policies: snapkv@", "did you mean evict-ratio"])
         deck = self.folder / "deck.toml"
         deck.write_text("polices = \"none\"\n")

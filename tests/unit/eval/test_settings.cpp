@@ -57,6 +57,14 @@ TEST(EvalSettings, EveryPolicyGetsEveryRatioAndZeroIsTheFullCacheOnce) {
                                              "kvzap+ada:alpha=1@evict-ratio=0.5"}));
 }
 
+TEST(EvalSettings, CutsOfAnswersAreNoFullCache) {
+  const std::string cuts = "@decode-every=4@decode-keep=48";
+  EXPECT_EQ(labels(request("knorm@evict-ratio=0" + cuts)), (Labels{"knorm@evict-ratio=0" + cuts}));
+  EXPECT_NE(
+      error_of(request("knorm@evict-ratio=0.5@prune-after=question" + cuts)).find("found question"),
+      std::string::npos);
+}
+
 TEST(EvalSettings, PoliciesOfTheCaller) {
   auto info = std::make_shared<kvzap::PolicyInfo>();
   info->name = "python:value_norm";

@@ -551,7 +551,7 @@ TEST_P(DecoderShapes, DrawnTokensAreThoseOfTheLogits) {
     const auto model = Model::load(checkpoint.folder.path(), config, DType::f32, partition, 0);
     auto surrogate =
         Surrogate::load(checkpoint.surrogate.path(), config, partition, 0, DType::f32, self);
-    Sequences drawn(model, surrogate, {}), by_logits(model, surrogate, {});
+    Sequences drawn(model, surrogate, self, {}), by_logits(model, surrogate, self, {});
     std::vector<Sampler> samplers = some_samplers(), of_draws = some_samplers();
     std::vector<TokenId> next = some_tokens(static_cast<int>(samplers.size()));
     for (std::size_t i = 0; i < samplers.size(); ++i) {

@@ -34,6 +34,7 @@ const std::map<std::string, std::string> rooms_of_headers = {
     {"core/score", "linalg"},
     {"core/view_checks", "base"},
     {"engine/external_layer", "engine"},
+    {"engine/token_draw", "engine"},
     {"engine/policies", "policy"},
     {"engine/policy_parameters", "policy"},
     {"engine/policy_text", "policy"},

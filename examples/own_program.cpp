@@ -1,4 +1,4 @@
-// The program kvzap with an eviction policy of one's own: `run`, `chat`, `eval`, `serve` and
+// The program kvzap with an eviction policy of your own: `run`, `chat`, `eval`, `serve` and
 // `policies` know it as they know the others. Without arguments it answers the demo's question,
 // with half of the context's pairs evicted by this policy, and cuts again while it answers. (A norm
 // knows little: the answer is wrong.)

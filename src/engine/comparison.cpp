@@ -91,7 +91,7 @@ bool reads_chunks(const LoadedPruning& setting) {
 
 PrefillShare prefill_share(const LoadedPruning& setting) {
   if (!prunes(setting)) return PrefillShare::context;
-  // Later cuts need the newest queries and the rows' scores, which a shared reading stores not.
+  // Later cuts need the newest queries and the rows' scores. A shared reading does not store them.
   const bool is_alone =
       setting.pruning.prefill == PrefillMode::sparse || setting.pruning.decode.every > 0;
   if (is_alone) return PrefillShare::none;

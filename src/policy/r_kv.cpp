@@ -238,10 +238,9 @@ struct RKvParameters : PolicyParameters {
   double similarity = number("similarity", 0.5, {-1, 1}, "cosine above which two keys are similar");
   std::int64_t retained =
       integer("retained", 1, {0, 64}, "newest similar rows that do not count as redundant");
-  double mass =
-      number("mass", 0, {0, 1},
-             "share of the attention that rows hold which stay for it; the others stay by "
-             "diversity; 0: R-KV's own sum");
+  double mass = number("mass", 0, {0, 1},
+                       "the fewest rows with this share of the attention stay first, the others by "
+                       "diversity; 0: R-KV's own sum");
 };
 
 /// R-KV (Cai et al., arXiv 2505.24133): keeps rows that are important and not redundant, for long

@@ -118,7 +118,7 @@ struct PolicyInfo {
 /// Returns all policies, in the order of `kvzap policies`: kvzap's own, then those of add_policy.
 const std::deque<PolicyInfo>& policies();
 
-/// Adds a policy of one's own to policies(). Texts of policies, options of the program and requests
+/// Adds a policy of your own to policies(). Texts of policies, options of the program and requests
 /// to the server then name it as they name the others. Call it before other threads use kvzap.
 /// Throws Error if its name is taken or has other characters than letters, digits, _ and -, or if
 /// it has neither `make` nor `set_up`.

@@ -118,7 +118,7 @@ class LittleAddressSpace(TestCase):
                     # Open MPI may fail before kvzap, and names plug-ins that it cannot map. Its
                     # thread's libevent warns until the process ends. Its texts may have any bytes.
                     lines = result.err.decode(errors="replace").splitlines(keepends=True)
-                    others = ("mca_base_component", "[warn] realloc")
+                    others = ("mca_base_component", "[warn] realloc", "OPAL ERROR")
                     error = "".join(line for line in lines if not any(other in line for other in others))
                     self.check_end(result, error, megabytes)
 

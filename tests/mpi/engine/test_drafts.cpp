@@ -4,6 +4,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <kvzap/config.hpp>
 #include <kvzap/engine/generate.hpp>
 #include <kvzap/engine/policies.hpp>
 #include <kvzap/engine/synthetic.hpp>
@@ -198,6 +199,7 @@ TEST_P(Lookup, AnswersAreThoseWithoutIt) {
 
 TEST_P(Lookup, SnapshotsWithinADraftHaveTheTokensSoFar) {
   if (!GetParam().config().layers.empty()) GTEST_SKIP() << "one family is enough";
+  if (!KVZAP_HAVE_HDF5) GTEST_SKIP() << "built without HDF5";
   const std::string file =
       (std::filesystem::temp_directory_path() / ("kvzap_lookup_" + std::string(GetParam().name)))
           .string();

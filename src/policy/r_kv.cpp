@@ -231,6 +231,27 @@ void add_likeness(const ExecutionSpace& exec, const Matrix& cosines, std::int64_
       });
 }
 
+// to(i, :) = from(rows(i), :)
+void copy_rows(const ExecutionSpace& exec, const Matrix& from,
+               const Kokkos::View<std::int64_t*, MemorySpace>& rows, const Matrix& to) {
+  const auto dim = static_cast<std::int64_t>(to.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::r_kv::gather", RowRange(exec, 0, to.size()),
+      KOKKOS_LAMBDA(std::int64_t i) { to(i / dim, i % dim) = from(rows(i / dim), i % dim); });
+}
+
+// The first `count` of `rows` have their importance, others less by likeness.
+void rank_by_likeness(const ExecutionSpace& exec, const RowVector& likeness,
+                      const Kokkos::View<std::int64_t*, MemorySpace>& rows, std::int64_t count,
+                      const RowVector& importance, const HeadScores& scores) {
+  Kokkos::parallel_for(
+      "kvzap::r_kv::diversity", RowRange(exec, 0, scores.extent(0)),
+      KOKKOS_LAMBDA(std::int64_t r) { scores(r) = -2 - likeness(r); });
+  Kokkos::parallel_for(
+      "kvzap::r_kv::important", RowRange(exec, 0, count),
+      KOKKOS_LAMBDA(std::int64_t i) { scores(rows(i)) = importance(rows(i)); });
+}
+
 struct RKvParameters : PolicyParameters {
   std::int64_t window = integer("window", 8, {1, 256}, "newest tokens whose queries count");
   std::int64_t kernel = integer("kernel", 7, {1, 1 << 20}, "number of rows that are pooled; odd");
@@ -398,24 +419,15 @@ class RKv final : public Policy {
     Kokkos::deep_copy(exec, Kokkos::View<std::int64_t*, MemorySpace>(s.rows.data(), count),
                       Kokkos::View<const std::int64_t*, Kokkos::HostSpace>(kept.data(), count));
     const Matrix to(s.kept.data(), count, dim);
-    const auto rows = s.rows;
-    Kokkos::parallel_for(
-        "kvzap::r_kv::gather", RowRange(exec, 0, count * dim),
-        KOKKOS_LAMBDA(std::int64_t i) { to(i / dim, i % dim) = units(rows(i / dim), i % dim); });
+    copy_rows(exec, units, s.rows, to);
     return to;
   }
 
   // Rows of `kept`, which m_scratch.rows holds, have their importance, others less by likeness.
   void set_scores(const ExecutionSpace& exec, const std::vector<std::int64_t>& kept,
                   const RowVector& importance, const HeadScores& scores) {
-    const auto likeness = m_scratch.similarity;
-    Kokkos::parallel_for(
-        "kvzap::r_kv::diversity", RowRange(exec, 0, scores.extent(0)),
-        KOKKOS_LAMBDA(std::int64_t r) { scores(r) = -2 - likeness(r); });
-    const auto rows = m_scratch.rows;
-    Kokkos::parallel_for(
-        "kvzap::r_kv::important", RowRange(exec, 0, kept.size()),
-        KOKKOS_LAMBDA(std::int64_t i) { scores(rows(i)) = importance(rows(i)); });
+    rank_by_likeness(exec, m_scratch.similarity, m_scratch.rows,
+                     static_cast<std::int64_t>(kept.size()), importance, scores);
     base::fence(exec, "kvzap::r_kv: the host's list of rows ends");
   }
 

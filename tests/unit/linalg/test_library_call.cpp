@@ -274,7 +274,7 @@ TEST_F(FusedMap, ABiasTakesNoLaunchOfItsOwn) {
   };
   EXPECT_EQ(finishes(float{}), 0);
   EXPECT_EQ(finishes(bfloat16{}), 0);
-  EXPECT_EQ(finishes(half{}), 1);  // which also undoes the scaling of rows
+  EXPECT_EQ(finishes(kvzap::half{}), 1);  // which also undoes the scaling of rows
 }
 
 TEST_F(FusedMap, ActivatesInTheProduct) {
@@ -332,7 +332,7 @@ TEST_F(FusedMap, LeavesOtherTypesAlone) {
   };
   EXPECT_TRUE(exists(bfloat16{}));
   EXPECT_FALSE(exists(float{}));
-  EXPECT_FALSE(exists(half{}));
+  EXPECT_FALSE(exists(kvzap::half{}));
   base::machine().set_device(false);
   EXPECT_EQ(exists(bfloat16{}), !base::runs_on_host);
 }

@@ -19,6 +19,7 @@
 #include "model/find_model.hpp"
 #include "model/model_folder.hpp"
 #include "policy/check_names.hpp"
+#include "policy/named.hpp"
 #include "policy/pruning_text.hpp"
 
 namespace kvzap {
@@ -55,21 +56,6 @@ std::string list_of(const std::vector<std::string>& names) {
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& names) {
   const std::string nearest = policy::nearest_policy(name, names);
   return nearest.empty() ? "." : fmt::format("; did you mean {}?", nearest);
-}
-
-template <class Infos>
-std::vector<std::string> names_of(const Infos& infos) {
-  std::vector<std::string> names;
-  names.reserve(infos.size());
-  for (const auto& info : infos) names.push_back(info.name);
-  return names;
-}
-
-template <class Infos>
-auto find(const Infos& infos, std::string_view name) -> const typename Infos::value_type* {
-  const auto found =
-      std::find_if(infos.begin(), infos.end(), [&](const auto& info) { return info.name == name; });
-  return found == infos.end() ? nullptr : &*found;
 }
 
 // Describes the values of a parameter for messages: "a whole number from 1 to 64".
@@ -172,12 +158,12 @@ PolicyArguments read_arguments(const PolicyText::Part& part, const std::string& 
       throw Error(fmt::format("{}: \"{}\" is not key=value", what, argument));
     }
     const std::string key = key_of(argument);
-    const PolicyParameter* const parameter = find(parameters, key);
+    const PolicyParameter* const parameter = policy::find_named(parameters, key);
     if (!parameter) {
       if (parameters.empty()) {
         throw Error(fmt::format("{} has no parameter \"{}\", nor any other", what, key));
       }
-      const std::vector<std::string> keys = names_of(parameters);
+      const std::vector<std::string> keys = policy::names_of(parameters);
       throw Error(fmt::format("{} has no parameter \"{}\"{} It has {}", what, key,
                               did_you_mean(key, keys), list_of(keys)));
     }
@@ -204,10 +190,10 @@ PolicySpec parse_as(const PolicyText& text, Completeness completeness) {
   const std::string& name = text.name();
   spec.info = text.info();
   if (!spec.info) {
-    if (find(modifiers(), name)) {
+    if (policy::find_named(modifiers(), name)) {
       throw Error(fmt::format("{0} is a modifier, not a policy: write POLICY+{0}", name));
     }
-    const std::vector<std::string> names = names_of(policies());
+    const std::vector<std::string> names = policy::names_of(policies());
     throw Error(fmt::format("there is no policy {}{} Policies: {}", files::abbreviated(name),
                             did_you_mean(name, names), list_of(names)));
   }
@@ -215,12 +201,12 @@ PolicySpec parse_as(const PolicyText& text, Completeness completeness) {
       read_arguments(text.policy(), "policy " + name, spec.info->parameters, completeness);
   for (const PolicyText::Part& part : text.modifiers()) {
     const std::string& modifier = part.name;
-    const ModifierInfo* const info = find(modifiers(), modifier);
+    const ModifierInfo* const info = policy::find_named(modifiers(), modifier);
     if (!info) {
-      if (find(policies(), modifier)) {
+      if (policy::find_named(policies(), modifier)) {
         throw Error(fmt::format("{} and {} are both policies: give one", name, modifier));
       }
-      const std::vector<std::string> names = names_of(modifiers());
+      const std::vector<std::string> names = policy::names_of(modifiers());
       throw Error(fmt::format("there is no modifier {}{} Modifiers: {}",
                               files::abbreviated(modifier), did_you_mean(modifier, names),
                               list_of(names)));
@@ -311,7 +297,7 @@ PolicyText::PolicyText(const std::string& text) {
   const std::vector<std::string> parts = files::split_unescaped(text, '+');
   m_policy = part_of(parts.front());
   for (std::size_t i = 1; i < parts.size(); ++i) m_modifiers.push_back(part_of(parts[i]));
-  m_info = find(policies(), m_policy.name);
+  m_info = policy::find_named(policies(), m_policy.name);
 }
 
 PolicyText::PolicyText(std::shared_ptr<const PolicyInfo> own)
@@ -339,14 +325,16 @@ PolicyText PolicyText::with_files(const FileChange& change) const {
   const auto change_part = [&](Part& part, const auto* info) {
     if (!info) return;
     for (std::string& argument : part.arguments) {
-      const PolicyParameter* const parameter = find(info->parameters, key_of(argument));
+      const PolicyParameter* const parameter =
+          policy::find_named(info->parameters, key_of(argument));
       if (!parameter || parameter->kind != Kind::file) continue;
       const std::string file = change(part.name, *parameter, value_of(argument));
       argument = parameter->name + "=" + escaped_in_policy(file);
     }
   };
   change_part(changed.m_policy, m_info);
-  for (Part& part : changed.m_modifiers) change_part(part, find(kvzap::modifiers(), part.name));
+  for (Part& part : changed.m_modifiers)
+    change_part(part, policy::find_named(kvzap::modifiers(), part.name));
   return changed;
 }
 

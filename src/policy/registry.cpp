@@ -10,6 +10,7 @@
 
 #include "files/ascii.hpp"
 #include "files/json_field.hpp"
+#include "policy/named.hpp"
 
 namespace kvzap {
 namespace {
@@ -54,12 +55,6 @@ bool is_name(std::string_view text) {
   });
 }
 
-template <class Infos>
-bool has_name(const Infos& infos, std::string_view name) {
-  return std::any_of(infos.begin(), infos.end(),
-                     [&](const auto& info) { return info.name == name; });
-}
-
 }  // namespace
 
 const std::deque<PolicyInfo>& policies() { return all_policies(); }
@@ -69,7 +64,8 @@ void add_policy(PolicyInfo info) {
     throw Error(fmt::format("the name of a policy is {}; expected letters, digits, _ and -",
                             files::abbreviated(info.name)));
   }
-  if (info.name == "none" || has_name(policies(), info.name) || has_name(modifiers(), info.name)) {
+  if (info.name == "none" || policy::find_named(policies(), info.name) ||
+      policy::find_named(modifiers(), info.name)) {
     throw Error(fmt::format("the policy {} exists; expected another name", info.name));
   }
   if (!info.make && !info.set_up) {

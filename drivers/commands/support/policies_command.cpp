@@ -8,27 +8,13 @@
 #include <limits>
 
 #include "policy/check_names.hpp"
+#include "policy/named.hpp"
 
 namespace kvzap::driver {
 namespace {
 
 using nlohmann::ordered_json;
 using Kind = PolicyParameter::Kind;
-
-template <class Infos>
-auto find(const Infos& infos, const std::string& name) -> const typename Infos::value_type* {
-  const auto found =
-      std::find_if(infos.begin(), infos.end(), [&](const auto& info) { return info.name == name; });
-  return found == infos.end() ? nullptr : &*found;
-}
-
-template <class Infos>
-std::vector<std::string> names_of(const Infos& infos) {
-  std::vector<std::string> names;
-  names.reserve(infos.size());
-  for (const auto& info : infos) names.push_back(info.name);
-  return names;
-}
 
 const char* name_of(Kind kind) {
   switch (kind) {
@@ -162,12 +148,13 @@ std::string plain(const std::string& name) {
 
 }  // namespace
 
-std::vector<std::string> policy_names() { return names_of(policies()); }
+std::vector<std::string> policy_names() { return policy::names_of(policies()); }
 
-std::vector<std::string> modifier_names() { return names_of(modifiers()); }
+std::vector<std::string> modifier_names() { return policy::names_of(modifiers()); }
 
 std::string known_policy(const std::string& name) {
-  if (find(policies(), name) || find(modifiers(), plain(name))) return "";
+  if (policy::find_named(policies(), name) || policy::find_named(modifiers(), plain(name)))
+    return "";
   std::vector<std::string> names = policy_names();
   for (const std::string& modifier : modifier_names()) names.push_back(modifier);
   const std::string nearest = policy::nearest_policy(plain(name), names);
@@ -187,8 +174,8 @@ std::string parameters_text(const std::vector<PolicyParameter>& parameters) {
 
 std::string policies_text(const std::string& name) {
   if (!name.empty()) {
-    const PolicyInfo* policy = find(policies(), name);
-    return policy ? in_full(*policy) : in_full(*find(modifiers(), plain(name)));
+    const PolicyInfo* policy = policy::find_named(policies(), name);
+    return policy ? in_full(*policy) : in_full(*policy::find_named(modifiers(), plain(name)));
   }
   std::string text = "Policies, for kvzap run --policy NAME[:key=value,...][+MODIFIER...]:\n";
   const int width = 19;
@@ -206,8 +193,8 @@ std::string policies_text(const std::string& name) {
 
 ordered_json policies_json(const std::string& name) {
   if (!name.empty()) {
-    const PolicyInfo* policy = find(policies(), name);
-    return policy ? to_json(*policy) : to_json(*find(modifiers(), plain(name)));
+    const PolicyInfo* policy = policy::find_named(policies(), name);
+    return policy ? to_json(*policy) : to_json(*policy::find_named(modifiers(), plain(name)));
   }
   ordered_json json = {{"format", "kvzap.policies"},
                        {"format_version", 1},

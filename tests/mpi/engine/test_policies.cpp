@@ -448,6 +448,34 @@ TEST_F(Policies, KeepLongAnswersWithinTheBudget) {
   }
 }
 
+// Between two cuts, a fork takes over the sums and queries that the next cut reads.
+TEST_F(Policies, GiveForksWhatTheyHaveSeen) {
+  const std::int64_t keep = 24, every = 6;
+  options.pruning.decode = {every, keep, {}};
+  const PolicySetup setup{config, partition, DType::f32, {}, comm};
+  Budget budget;
+  budget.amount = Budget::Amount::keep_tokens;
+  budget.keep_tokens = keep;
+  for (const char* name :
+       {"h2o", "snapkv:window=4", "r-kv:window=4", "lazy-eviction:window=4", "tri-attention"}) {
+    options.policy = std::make_shared<PolicyChoice>(
+        make_policy(parse_policy(name), budget, std::nullopt, setup));
+    const auto engine = Engine::create(model, nullptr, options, comm);
+    std::vector<SequenceId> same = {engine->add_sequence()};
+    engine->step(
+        StepBatch(same[0], some_tokens(50), engine->rule(StepPart::context), StepOutput::none));
+    for (std::int64_t step = 1; step <= 4 * every; ++step) {
+      if (step == every + every / 2) same.push_back(engine->fork(same[0]));
+      const std::vector<TokenId> token = {static_cast<TokenId>(step * step % vocabulary)};
+      for (const SequenceId sequence : same) {
+        engine->step(
+            StepBatch(sequence, token, engine->rule(StepPart::generated), StepOutput::none));
+      }
+      EXPECT_EQ(kept(*engine, same.back()), kept(*engine, same[0])) << name << " step " << step;
+    }
+  }
+}
+
 // A threshold: rows are judged as they leave the window, those of generated tokens too.
 TEST_F(Policies, JudgeByAThreshold) {
   const int tokens = 100, new_tokens = 20;

@@ -4,6 +4,7 @@
 
 #include "attention/call.hpp"
 #include "attention/cuda/tensor_cores.hpp"
+#include "attention/device/page_choice.hpp"
 #include "attention/device/panels.hpp"
 #include "attention/device/split_kv.hpp"
 #include "attention/host/host_attention.hpp"
@@ -29,6 +30,7 @@ struct Implementations {
 struct attention::Kernels {
   PageChoice choice;
   HostAttention host;
+  DevicePageChoice device_choice;
   SplitKV split;
   PanelAttention panels;
   linalg::Vector of_tiles;  // scratch space of tensor_cores::attend_span
@@ -195,7 +197,7 @@ attention::AttentionCall Attention::checked_call(const std::vector<Span>& spans,
   check_views(any, queries, new_keys, new_values, output, options.lse);
   const Implementations which = implementations(options.path);
   for (std::size_t s = 0; s < spans.size(); ++s) {
-    check_span(spans[s], s, spans.front(), queries, new_keys, which.host);
+    check_span(spans[s], s, spans.front(), queries, new_keys, which.host || which.split);
     if (is_for_singles(options.path) && spans[s].queries > 1) {
       throw Error(fmt::format("attention: this path takes one query token per span, not {}",
                               spans[s].queries));
@@ -220,7 +222,10 @@ void Attention::operator()(const ExecutionSpace& exec, const std::vector<Span>& 
       return m_kernels->choice.release();
     }
   }
-  if (which.split) m_kernels->split(exec, spans, call);
+  if (which.split) {
+    m_kernels->split(exec, m_kernels->device_choice(exec, spans, call), call);
+    m_kernels->device_choice.release();
+  }
   for (const AttentionSpan& span : spans) {
     if (span.queries == 0 || (which.split && span.queries == 1)) continue;
     if (which.panels) {
@@ -301,7 +306,10 @@ void Attention::reserve(const AttentionExtents& extents, AttentionPath path) {
       return m_kernels->host.reserve(m_dtype, extents, which.by_tiles);
     }
   }
-  if (which.split) m_kernels->split.reserve(extents);
+  if (which.split) {
+    m_kernels->device_choice.reserve(extents);
+    m_kernels->split.reserve(extents);
+  }
   if (which.panels) {
     m_kernels->panels.reserve(m_dtype, extents);
     base::reserve_scratch(
@@ -321,7 +329,10 @@ std::size_t Attention::scratch_bytes(DType dtype, const AttentionExtents& extent
              attention::HostAttention::scratch_bytes(dtype, extents, which.by_tiles);
     }
   }
-  return spans + (which.split ? attention::SplitKV::scratch_bytes(extents) : 0) +
+  return spans +
+         (which.split ? attention::DevicePageChoice::scratch_bytes(extents) +
+                            attention::SplitKV::scratch_bytes(extents)
+                      : 0) +
          (which.panels
               ? attention::PanelAttention::scratch_bytes(dtype, extents) +
                     sizeof(float) * attention::tensor_cores::span_scratch_floats(dtype, extents)

@@ -366,7 +366,10 @@ class DeferredAppend {
     for (std::size_t i = 0; i < m_n; ++i) {
       LayerStore& store = layer(i);
       if (leaving(i)) {
-        for (int h = 0; h < m_heads; ++h) ++store.retained(h);
+        for (int h = 0; h < m_heads; ++h) {
+          store.keep_bounds(h, store.retained(h) / m_store.shape.page_rows);
+          ++store.retained(h);
+        }
         store.deferred = true;
         if (m_spans[i].rule.judges()) {
           if (sequence(i).step >= 0) m_store.step_states[sequence(i).step].judges[m_layer] = true;

@@ -233,6 +233,7 @@ void Store::upload_lengths([[maybe_unused]] const ExecutionSpace& exec, LayerSto
   if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, layer.device_retained, layer.host_retained);
   }
+  forget_bounds(exec, layer);
 }
 
 void Store::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& sequence) {
@@ -246,6 +247,7 @@ void Store::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& se
     Kokkos::deep_copy(exec, sequence.table, sequence.host_table);
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }
+  for (const LayerStore& layer : sequence.layers) forget_bounds(exec, layer);
 }
 
 PagesRef Store::pages_of(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer) {

@@ -89,12 +89,19 @@ struct LayerStore {
   Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> ring_scores;
   Counts device_retained;
   base::HostMirror<Counts> host_retained;
-  // (head): the first pages that have bounds (CacheShape::bounds_from); empty without bounds.
+  // (head): the first pages that have bounds (CacheShape::bounds_from); empty without bounds. With
+  // kernels for devices an upper bound: Sequence::bounded has the numbers.
   std::vector<std::int64_t> bounded;
+  bool bounded_fewer = false;  // since the last call of bound_pages
+  // With kernels for devices: (head) the first pages that have bounds, and the most that still have
+  // them after code of the host has changed rows. Subviews of Sequence::bounded.
+  Counts device_bounded, still_bounded;
 
-  /// Forgets the bounds of a head's pages from `pages` on, because their rows change.
-  void keep_bounds(int head, std::int64_t pages) {
-    if (!bounded.empty()) bounded[head] = std::min(bounded[head], pages);
+  /// Forgets the bounds of a head's pages from `most` on, because their rows change.
+  void keep_bounds(int head, std::int64_t most) {
+    if (bounded.empty() || bounded[head] <= most) return;
+    bounded[head] = most;
+    bounded_fewer = true;
   }
   void add_tokens(std::int64_t count) {
     tokens += count;
@@ -116,6 +123,7 @@ struct Sequence {
   base::HostMirror<PageTable> host_table;
   Counts lengths;
   base::HostMirror<Counts> host_lengths;
+  Counts bounded;                   // device_bounded and still_bounded of all layers
   std::int64_t evicted_before = 0;  // the collected part of those totals
   std::int64_t non_finite_before = 0;
   AppendCounts collected;  // since the last call of collect
@@ -266,7 +274,11 @@ class Store {
                   std::int64_t more_rows, PageLease& lease, bool of_spare);
   void release_surplus(LayerStore& layer, bool to_spare = false);
   void own_pages(const ExecutionSpace& exec, Sequence& sequence, int layer);
-  void bound_pages(LayerStore& layer);
+  void bound_pages(Sequence& sequence, LayerStore& layer);
+  void bound_device_pages(Sequence& sequence, LayerStore& layer);
+  /// With kernels for devices: forgets the bounds of pages that a layer has no longer, after
+  /// device_retained has changed otherwise than by deferred appends.
+  void forget_bounds(const ExecutionSpace& exec, const LayerStore& layer);
 
   // Page lists and lengths for kernels.
   void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);

@@ -159,7 +159,7 @@ std::int64_t KVCache::compact_positions(
   }
   for (cache::LayerStore& layer : sequence.layers) {
     layer.tokens = layer.ring_first = rows;
-    std::fill(layer.bounded.begin(), layer.bounded.end(), 0);
+    for (int h = 0; h < static_cast<int>(layer.pages.size()); ++h) layer.keep_bounds(h, 0);
   }
   sequence.checkpoints.clear();
   return rows;

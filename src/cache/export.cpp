@@ -91,7 +91,7 @@ std::int64_t check_row_scores(Store& store, SequenceId sequence, int layer_index
 CachedLayer Store::cached_layer(SequenceId sequence, int layer_index) {
   LayerStore& from = layer_at(sequence, layer_index);
   const int heads = shape.heads[layer_index];
-  if (shape.has_bounds(layer_index)) bound_pages(from);
+  if (shape.has_bounds(layer_index)) bound_pages(sequence_at(sequence), from);
   CachedLayer layer;
   layer.has_bounds = shape.has_bounds(layer_index);
   layer.addresses = pool.addresses();

@@ -65,7 +65,7 @@ void begin_layer(const Store& store, LayerStore& layer, const LayerStore& from, 
   const std::int64_t later = oldest_in_ring(from, from.tokens) - oldest_in_ring(from, tokens);
   layer.tokens = tokens;
   layer.ring_first = from.ring_first;
-  layer.bounded = from.bounded;
+  if (!base::machine().on_device()) layer.bounded = from.bounded;
   for (std::size_t h = 0; h < layer.pages.size(); ++h) {
     layer.retained(h) = std::max<std::int64_t>(0, from.retained(h) - later);
     const auto pages = static_cast<std::ptrdiff_t>(store.pages_for(layer.retained(h)));

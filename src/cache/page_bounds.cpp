@@ -1,5 +1,8 @@
 // Bounds of the keys of full pages, for attention that reads some of the pages.
 #include "base/host_threads.hpp"
+#include "base/launch.hpp"
+#include "base/machine.hpp"
+#include "base/team.hpp"
 #include "cache/cache_impl.hpp"
 #include "linalg/host/rotated_rows.hpp"
 #include "linalg/host/row_kernels.hpp"
@@ -8,8 +11,12 @@ namespace kvzap::cache {
 namespace {
 
 // Takes a value into a bound. NaN stays, so that a page with one is always read.
-float smaller(float bound, float value) { return value < bound || value != value ? value : bound; }
-float larger(float bound, float value) { return value > bound || value != value ? value : bound; }
+KOKKOS_INLINE_FUNCTION float smaller(float bound, float value) {
+  return value < bound || value != value ? value : bound;
+}
+KOKKOS_INLINE_FUNCTION float larger(float bound, float value) {
+  return value > bound || value != value ? value : bound;
+}
 
 /// Writes the largest and the smallest value of each dimension of `rows` keys. read(row, target)
 /// writes a key to target (dim).
@@ -49,11 +56,90 @@ void bound_page(const CacheShape& shape, const PageAddress& page) {
   }
 }
 
+/// Gives the full pages of a layer their bounds that have none yet: one team a head. Only the
+/// device knows how many rows heads have.
+template <class Value>
+struct BoundPages {
+  const std::uintptr_t* rows;      // by page id
+  const std::uintptr_t* metadata;  // by page id
+  const PageId* table;             // (head, page)
+  std::int64_t table_stride;
+  const std::int64_t* retained;  // (head)
+  std::int64_t* bounded;         // (head)
+  PageFormat format;
+  std::int32_t page_rows, dim;
+
+  KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
+    const int head = team.league_rank();
+    const std::int64_t full = retained[head] / page_rows;
+    for (std::int64_t p = bounded[head]; p < full; ++p) {
+      const PageId page = table[head * table_stride + p];
+      const std::uintptr_t bounds = metadata[page] + page_rows * page_metadata_row_bytes;
+      if (format.quantised()) {
+        const QuantisedRows keys = QuantisedPage{format, page_rows, dim}.at(rows[page], false);
+        write(team, reinterpret_cast<bfloat16*>(bounds), [&](int row, int d) {
+          return static_cast<float>(keys.scales[row]) * static_cast<float>(keys.level_at(row, d));
+        });
+      } else {
+        const auto* const keys = reinterpret_cast<const Value*>(rows[page]);
+        write(team, reinterpret_cast<Value*>(bounds), [&](int row, int d) {
+          return static_cast<float>(keys[std::int64_t{row} * dim + d]);
+        });
+      }
+    }
+    team.team_barrier();
+    Kokkos::single(Kokkos::PerTeam(team), [&] { bounded[head] = full; });
+  }
+  template <class Bound, class KeyAt>
+  KOKKOS_INLINE_FUNCTION void write(const base::TeamMember& team, Bound* bounds,
+                                    const KeyAt& key_at) const {
+    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, dim), [&](int d) {
+      float largest = key_at(0, d), smallest = largest;
+      for (int row = 1; row < page_rows; ++row) {
+        const float key = key_at(row, d);
+        largest = larger(largest, key);
+        smallest = smaller(smallest, key);
+      }
+      bounds[d] = Bound(largest);
+      bounds[dim + d] = Bound(smallest);
+    });
+  }
+};
+
+/// Lets no head have more bounds than pages(head).
+template <class Pages>
+void bound_fewer(const ExecutionSpace& exec, const Counts& bounded, const Pages& pages) {
+  base::parallel_for(
+      "kvzap::cache::bound_fewer",
+      Kokkos::RangePolicy<ExecutionSpace>(exec, 0, static_cast<std::int64_t>(bounded.extent(0))),
+      KOKKOS_LAMBDA(const std::int64_t h) {
+        const std::int64_t most = pages(h);
+        if (bounded(h) > most) bounded(h) = most;
+      });
+}
+
+struct FullPages {
+  Counts retained;
+  std::int64_t page_rows;
+  KOKKOS_FUNCTION std::int64_t operator()(std::int64_t h) const { return retained(h) / page_rows; }
+};
+
+struct Listed {
+  Counts counts;
+  KOKKOS_FUNCTION std::int64_t operator()(std::int64_t h) const { return counts(h); }
+};
+
 }  // namespace
+
+void Store::forget_bounds(const ExecutionSpace& exec, const LayerStore& layer) {
+  if (layer.device_bounded.extent(0) == 0) return;
+  bound_fewer(exec, layer.device_bounded, FullPages{layer.device_retained, shape.page_rows});
+}
 
 // Gives full pages their bounds that have none yet. A page that sequences share gets the same ones
 // from each.
-void Store::bound_pages(LayerStore& layer) {
+void Store::bound_pages(Sequence& sequence, LayerStore& layer) {
+  if (layer.device_bounded.extent(0) > 0) return bound_device_pages(sequence, layer);
   const int heads = static_cast<int>(layer.pages.size());
   std::int64_t most = 0;
   for (int h = 0; h < heads; ++h) {
@@ -71,6 +157,36 @@ void Store::bound_pages(LayerStore& layer) {
                                      [&](auto zero) { bound_page<decltype(zero)>(shape, page); });
                    }
                  });
+}
+
+void Store::bound_device_pages(Sequence& sequence, LayerStore& layer) {
+  const ExecutionSpace exec = sequence.last.value_or(ExecutionSpace());
+  const auto heads = static_cast<int>(layer.pages.size());
+  if (layer.bounded_fewer) {
+    using Host = Kokkos::View<const std::int64_t*, Kokkos::HostSpace,
+                              Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+    Kokkos::deep_copy(exec, layer.still_bounded, Host(layer.bounded.data(), heads));
+    base::fence(exec, "kvzap::cache: the host counts on after this copy");
+    bound_fewer(exec, layer.device_bounded, Listed{layer.still_bounded});
+    layer.bounded_fewer = false;
+  }
+  for (int h = 0; h < heads; ++h) layer.bounded[h] = layer.retained(h) / shape.page_rows;
+  with_value_type(dtype, [&](auto zero) {
+    const BoundPages<decltype(zero)> kernel{
+        pool.addresses().data(),
+        pool.metadata_addresses().data(),
+        sequence.table.data() + layer.first_head * sequence.table.stride(0),
+        static_cast<std::int64_t>(sequence.table.stride(0)),
+        layer.device_retained.data(),
+        layer.device_bounded.data(),
+        shape.format,
+        shape.page_rows,
+        shape.head_dim};
+    base::parallel_for(
+        "kvzap::cache::bound_pages",
+        base::team_policy(exec, heads, {4, 32}, kernel, [](int) { return std::size_t{0}; }),
+        kernel);
+  });
 }
 
 }  // namespace kvzap::cache

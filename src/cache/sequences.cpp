@@ -43,11 +43,6 @@ const CacheShape& checked(const CacheShape& shape) {
           ring.rows, ring.head_dim));
     }
   }
-  if (shape.bounds_from && base::machine().on_device()) {
-    throw Error(
-        "cache: pages with bounds of their keys; expected none, because kernels for devices are in "
-        "use, which have no form of them");
-  }
   if (!shape.states.empty() && shape.states.size() != shape.heads.size()) {
     throw Error(fmt::format("cache: states of {} layers; expected {}", shape.states.size(),
                             shape.heads.size()));
@@ -155,6 +150,10 @@ Sequence Store::make_sequence() const {
     sequence.host_lengths = Kokkos::create_mirror_view(sequence.lengths);
     sequence.table = allocate_view<PageTable>("kvzap::cache::page_table", heads, first_table_width);
     sequence.host_table = Kokkos::create_mirror_view(sequence.table);
+    if (shape.bounds_from && base::machine().on_device()) {
+      base::before_allocation(2 * heads * sizeof(std::int64_t));
+      sequence.bounded = Counts("kvzap::cache::bounded", 2 * heads);
+    }
     sequence.layers.resize(shape.heads.size());
     for (std::size_t l = 0; l < sequence.layers.size(); ++l) {
       sequence.layers[l].pages.resize(shape.heads[l]);
@@ -182,7 +181,15 @@ Sequence Store::make_sequence() const {
     layer.ring_scores = Kokkos::subview(sequence.rings[block].scores, own_rings, Kokkos::ALL);
     layer.device_retained = Kokkos::subview(sequence.lengths, own);
     layer.host_retained = Kokkos::subview(sequence.host_lengths, own);
-    if (shape.has_bounds(static_cast<int>(l))) layer.bounded.assign(own_heads, 0);
+    if (shape.has_bounds(static_cast<int>(l))) {
+      layer.bounded.assign(own_heads, 0);
+      if (sequence.bounded.extent(0) > 0) {
+        const int heads = all_heads();
+        layer.device_bounded = Kokkos::subview(sequence.bounded, own);
+        layer.still_bounded = Kokkos::subview(
+            sequence.bounded, std::make_pair(heads + own.first, heads + own.second));
+      }
+    }
     first_head += own_heads;
   }
   return sequence;
@@ -257,14 +264,15 @@ SequenceId KVCache::add_sequence() {
 }
 
 SequenceId KVCache::fork(const ExecutionSpace& exec, SequenceId source) {
+  const bool on_device = base::machine().on_device();
   return m_store->make_fork(
       exec, source, "fork",
-      [](cache::Sequence& copy, const cache::Sequence& from) {
+      [on_device](cache::Sequence& copy, const cache::Sequence& from) {
         for (std::size_t l = 0; l < copy.layers.size(); ++l) {
           copy.layers[l].tokens = from.layers[l].tokens;
           copy.layers[l].ring_first = from.layers[l].ring_first;
           copy.layers[l].pages = from.layers[l].pages;
-          copy.layers[l].bounded = from.layers[l].bounded;
+          if (!on_device) copy.layers[l].bounded = from.layers[l].bounded;
         }
         std::copy_n(from.retained.data(), from.retained.extent(0), copy.retained.data());
       },
@@ -353,6 +361,7 @@ void KVCache::restore(const ExecutionSpace& exec, SequenceId id, const Checkpoin
   if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }
+  for (const cache::LayerStore& layer : sequence.layers) store.forget_bounds(exec, layer);
 }
 
 std::size_t KVCache::trim() {

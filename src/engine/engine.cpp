@@ -540,12 +540,6 @@ std::unique_ptr<Engine> Engine::create(std::shared_ptr<const Model> model,
   if (options.page_rows < 1) {
     throw Error(fmt::format("page_rows is {}; expected at least 1", options.page_rows));
   }
-  if (!options.read_pages.all() && base::machine().on_device()) {
-    throw Error(fmt::format(
-        "read_pages is {}; expected all: only kernels of the host choose pages, and kernels for "
-        "devices are in use",
-        name_of(options.read_pages)));
-  }
   engine::check_for_engine(options, scorer != nullptr, model->config());
   return std::unique_ptr<Engine>(new Engine(std::move(model), std::move(scorer), options, comm));
 }

@@ -92,9 +92,15 @@ class ReadPages(TestCase):
             found[read] = json.loads((folder / "records.jsonl").read_text())["perplexity"]
         self.assertEqual(found["all"], found["1.0"])
 
-    def test_kernels_for_devices_refuse(self):
-        run = kvzap(*ASK, "--read-pages", "0.5", env={**os.environ, "KVZAP_KERNELS": "device"})
-        self.fail_with(run, "read_pages is 0.5", "kernels for devices")
+    def test_kernels_of_devices_choose_the_same(self):
+        device = {**os.environ, "KVZAP_KERNELS": "device"}
+        for flags in ([], [*PRUNED, "--prune", "always"], ["--policy", "knorm", "--evict-ratio", 0.3, "--decode-every", 5,
+                                                           "--decode-evict-ratio", 0.5], ["--lookup", 6]):
+            for read in ("0.25", "6", "all"):
+                with self.subTest(flags=flags, read=read):
+                    alone, _ = self.ids(*flags, "--read-pages", read)
+                    self.assertEqual(self.ids(*flags, "--read-pages", read, env=device)[0], alone)
+                    self.assertEqual(self.ids(*flags, "--read-pages", read, env=device, ranks=2)[0], alone)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Attention {
   /// empty cache is dense causal attention.
   /// Throws Error if extents, types or spans do not fit, if a span has a window and cached rows or
   /// a single query, or if the path is rows or split_kv and a span has more than one query token.
-  /// Throws Error if a span does not read all pages and the path is one of devices, or portable.
+  /// Throws Error if a span does not read all pages and the path is panels or portable.
   void operator()(const ExecutionSpace& exec, const std::vector<Span>& spans,
                   const QueryView& queries, const ConstArrayView& new_keys,
                   const ConstArrayView& new_values, const OutputView& output,

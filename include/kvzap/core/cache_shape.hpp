@@ -47,7 +47,7 @@ struct CacheShape {
   /// How pages store rows. Rings store them as they arrive.
   PageFormat format = {};
   /// From this layer on, each full page has the bounds of its keys (RaggedLayer::page_bounds), for
-  /// AttentionSpan::read_pages. Only with kernels of the host.
+  /// AttentionSpan::read_pages.
   std::optional<int> bounds_from = std::nullopt;
 
   bool has_state(int layer) const { return !states.empty() && states[layer].values > 0; }

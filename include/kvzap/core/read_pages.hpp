@@ -1,7 +1,7 @@
 // How many pages of a head a decode step reads.
 #pragma once
 
-#include <cmath>
+#include <Kokkos_Macros.hpp>
 #include <cstdint>
 
 namespace kvzap {
@@ -15,11 +15,15 @@ struct ReadPages {
   /// Of each head's full pages, in (0, 1]; 1: all.
   double share = 1;
 
-  bool all() const { return pages == 0 && share >= 1; }
+  KOKKOS_INLINE_FUNCTION bool all() const { return pages == 0 && share >= 1; }
   /// Returns how many of `full` pages are read; of a share, rounded up.
-  std::int64_t of(std::int64_t full) const {
-    const std::int64_t most =
-        pages > 0 ? pages : static_cast<std::int64_t>(std::ceil(share * static_cast<double>(full)));
+  KOKKOS_INLINE_FUNCTION std::int64_t of(std::int64_t full) const {
+    std::int64_t most = pages;
+    if (pages == 0) {
+      const double part = share * static_cast<double>(full);
+      most = static_cast<std::int64_t>(part);
+      if (static_cast<double>(most) < part) ++most;
+    }
     return most < full ? most : full;
   }
   bool operator==(const ReadPages& other) const {

@@ -1,5 +1,6 @@
 // Replaces the device kernels in builds where nothing can select them: see
 // KVZAP_HAVE_DEVICE_KERNELS.
+#include "attention/device/page_choice.hpp"
 #include "attention/device/panel_mass.hpp"
 #include "attention/device/panels.hpp"
 #include "attention/device/split_kv.hpp"
@@ -26,6 +27,14 @@ void SplitKV::plan(std::size_t, const std::vector<Span>&, const AttentionCall&) 
 void SplitKV::copy_plans(const ExecutionSpace&) { fail(); }
 void SplitKV::run_planned(const ExecutionSpace&, std::size_t) { fail(); }
 void SplitKV::add_shape(std::vector<std::int64_t>&) const { fail(); }
+
+const std::vector<AttentionSpan>& DevicePageChoice::operator()(const ExecutionSpace&,
+                                                               const std::vector<AttentionSpan>&,
+                                                               const AttentionCall&) {
+  fail();
+}
+void DevicePageChoice::reserve(const AttentionExtents&) { fail(); }
+std::size_t DevicePageChoice::scratch_bytes(const AttentionExtents&) { return 0; }
 
 void PanelAttention::operator()(const ExecutionSpace&, const Span&, const AttentionCall&) {
   fail();

@@ -40,9 +40,9 @@ struct Files {
       test::write_safetensors(
           path("filters.safetensors"),
           {{"q_filters", random({n_layers, config.num_key_value_heads, config.head_dim})}});
-      std::map<std::string, test::StoredTensor> gates;
+      std::map<std::string, test::StoredTensor> gates, retention;
       const std::int64_t kv = config.num_key_value_heads, q = config.num_attention_heads;
-      constexpr std::int64_t width = 16, sink = 16;
+      constexpr std::int64_t width = 16, sink = 16, units = 512;
       for (int l = 0; l < n_layers; ++l) {
         const auto add = [&](const std::string& name, const std::vector<std::int64_t>& shape) {
           gates[fmt::format("{}.{}", l, name)] = random(shape);
@@ -54,8 +54,14 @@ struct Files {
         add("k_norm.weight", {width});
         add("k_base", {kv, 1, sink, width});
         add("b", {kv, 1, q / kv});
+        const std::string gate = fmt::format("model.layers.{}.self_attn.retention_gate.", l);
+        retention[gate + "linear1.weight"] = random({units, config.hidden_size});
+        retention[gate + "linear1.bias"] = random({units});
+        retention[gate + "linear2.weight"] = random({kv, units});
+        retention[gate + "bias"] = random({kv});
       }
       test::write_safetensors(path("gates.safetensors"), gates);
+      test::write_safetensors(path("retention.safetensors"), retention);
     });
     world_barrier();
   }
@@ -226,6 +232,7 @@ void register_benchmarks(const Options& options) {
   cases.push_back({"kvzap-linear", "kvzap:surrogate=" + file("linear")});
   cases.push_back({"kvzap-mlp", "kvzap:surrogate=" + file("mlp")});
   cases.push_back({"fastkvzip", "fastkvzip:gates=" + file("gates.safetensors")});
+  cases.push_back({"trim-kv", "trim-kv:gates=" + file("retention.safetensors")});
   cases.push_back({"snapkv+ada", "snapkv+ada"});
   cases.push_back({"snapkv+global", "snapkv+global"});
   cases.push_back({"snapkv+critical", "snapkv+critical"});

@@ -42,6 +42,7 @@ std::deque<PolicyInfo>& all_policies() {
       policy::finch(),
       policy::kvzap(),
       policy::fastkvzip(),
+      policy::trim_kv(),
       policy::duo_attention(),
       policy::kvzip(),
       policy::kvzip_plus(),

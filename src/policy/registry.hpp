@@ -32,6 +32,7 @@ PolicyInfo finch();
 // Learned or given.
 PolicyInfo kvzap();
 PolicyInfo fastkvzip();
+PolicyInfo trim_kv();
 PolicyInfo duo_attention();
 // From the model's repetition of the context.
 PolicyInfo kvzip();

@@ -18,9 +18,9 @@ ASK = ["-m", MODEL, "-p", CASE["context"], "--question", CASE["question"]]
 POLICIES = {
     "knorm", "random", "streaming-llm", "keydiff", "lagkv", "leverage", "cur", "compactor", "qfilter", "cap",
     "snapkv", "tova", "h2o", "scissorhands", "pyramidkv", "expected-attention", "non-causal", "simlayerkv",
-    "finch", "kvzap", "fastkvzip", "duo-attention",
+    "finch", "kvzap", "fastkvzip", "trim-kv", "duo-attention",
 }
-MODIFIERS = {"ada", "pyramid", "global", "per-layer", "critical", "chunk", "chunkkv", "dms", "rerotate"}
+MODIFIERS = {"ada", "pyramid", "global", "per-layer", "critical", "chunk", "chunkkv", "kvcrush", "dms", "rerotate"}
 
 
 def policies(*arguments, **options):

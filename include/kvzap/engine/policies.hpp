@@ -65,6 +65,9 @@ struct PolicyInfo {
   /// The policy uses only keys, values and positions, or keeps its state across steps. So it can
   /// score again while the model generates (Pruning's decode cadence) and chunk by chunk.
   bool scores_again = true;
+  /// Scores depend on the distance of rows from the newest token. Renumbered positions do not tell
+  /// it (`rerotate`).
+  bool scores_ages = false;
   /// Scores depend on the question, so pruning must follow it (PruneMoment::question).
   bool needs_question = false;
   /// The policy itself chooses the rows that stay, with scores of 1 and 0. So it accepts no amount

@@ -78,6 +78,7 @@ class PolicyFiles {
     if (name == "kvzap") return name + ":surrogate=" + surrogate();
     if (name == "qfilter") return name + ":filters=" + (m_folder / "filters.safetensors").string();
     if (name == "fastkvzip") return name + ":gates=" + (m_folder / "gates.safetensors").string();
+    if (name == "trim-kv") return name + ":gates=" + (m_folder / "retention.safetensors").string();
     if (name == "duo-attention") {
       return name + ":pattern=" + (m_folder / "pattern").string() + ",head-evict-ratio=0.5";
     }
@@ -106,7 +107,7 @@ class PolicyFiles {
   void write() {
     fs::create_directories(m_folder / "surrogate");
     fs::create_directories(m_folder / "pattern");
-    std::map<std::string, test::StoredTensor> surrogate, gates;
+    std::map<std::string, test::StoredTensor> surrogate, gates, retention;
     std::ofstream shares(m_folder / "pattern" / "full_attention_heads.tsv");
     for (int l = 0; l < compared_layers; ++l) {
       const std::string layer = std::to_string(l) + ".";
@@ -119,6 +120,11 @@ class PolicyFiles {
       gates[layer + "k_norm.weight"] = random({8});
       gates[layer + "k_base"] = random({compared_heads, 1, 3, 8});
       gates[layer + "b"] = random({compared_heads, 1, 2});
+      const std::string gate = "model.layers." + layer + "self_attn.retention_gate.";
+      retention[gate + "linear1.weight"] = random({7, compared_hidden});
+      retention[gate + "linear1.bias"] = random({7});
+      retention[gate + "linear2.weight"] = random({compared_heads, 7});
+      retention[gate + "bias"] = random({compared_heads});
       for (int h = 0; h < compared_heads; ++h) {
         shares << (h > 0 ? "\t" : "") << 0.1 * ((5 * l + 3 * h) % 7);
       }
@@ -126,6 +132,7 @@ class PolicyFiles {
     }
     test::write_safetensors(m_folder / "surrogate" / "model.safetensors", surrogate);
     test::write_safetensors(m_folder / "gates.safetensors", gates);
+    test::write_safetensors(m_folder / "retention.safetensors", retention);
     test::write_safetensors(
         m_folder / "filters.safetensors",
         {{"q_filters", random({compared_layers, compared_heads, compared_dim})}});

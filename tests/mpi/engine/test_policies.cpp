@@ -13,6 +13,8 @@
 #include "allocations.hpp"
 #include "linalg/gemm.hpp"
 #include "model/model_weights.hpp"
+#include "mpi/ranks.hpp"
+#include "unit/policy/retention_gates.hpp"
 
 namespace kvzap {
 namespace {
@@ -445,6 +447,104 @@ TEST_F(Policies, KeepLongAnswersWithinTheBudget) {
       }
     }
     EXPECT_EQ(engine->tokens(sequence), 50 + new_tokens);
+  }
+}
+
+/// Shows the scores of a policy that scores rows by their age.
+class AgingScores final : public Policy {
+ public:
+  /// (layer, head of the model, position)
+  using Shares = std::map<std::tuple<int, int, std::int64_t>, float>;
+
+  AgingScores(std::unique_ptr<Policy> inner, Shares* shares)
+      : m_inner(std::move(inner)), m_shares(shares) {}
+  PolicyNeeds needs() const override { return m_inner->needs(); }
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    m_inner->observe(layer, block);
+  }
+  void score(PolicyLayer& layer, const ScoreView& scores) override {
+    m_inner->score(layer, scores);
+    const auto found = on_host(scores);
+    for (int h = 0; h < layer.heads(); ++h) {
+      const auto positions = on_host(layer.positions(h));
+      for (std::int64_t r = 0; r < layer.rows(h); ++r) {
+        const auto age = static_cast<float>(layer.extents().tokens + 1 - positions(r));
+        const auto [share, is_new] = m_shares->try_emplace(
+            {layer.layer(), layer.extents().heads[h], positions(r)}, found(h, r) / age);
+        if (is_new) continue;
+        EXPECT_NEAR(found(h, r), share->second * age, 1e-6 * std::fabs(found(h, r)));
+      }
+    }
+  }
+
+ private:
+  std::unique_ptr<Policy> m_inner;
+  Shares* m_shares;
+};
+
+// Each cut judges all rows by their age at that time, whatever the parts of the context were.
+TEST_F(Policies, JudgeAgingRowsAnew) {
+  const std::int64_t keep = 20, every = 5, context = 60, new_tokens = 43;
+  const test::SharedFolder folder;
+  const auto file = folder / "gates.safetensors";
+  comm.agree_on_root([&] {
+    test::write_safetensors(file,
+                            test::retention_gates(false, layers, kv_heads, config.hidden_size));
+  });
+  options.pruning.decode = {every, keep, {}};
+  const PolicySetup setup{config, partition, DType::f32, {}, comm};
+  Budget budget;
+  budget.amount = Budget::Amount::keep_tokens;
+  budget.keep_tokens = keep;
+  const auto choice = std::make_shared<PolicyChoice>(
+      make_policy(parse_policy("trim-kv:gates=" + file.string()), budget, std::nullopt, setup));
+  AgingScores::Shares shares;
+  choice->make = [make = choice->make, &shares] {
+    return std::make_unique<AgingScores>(make(), &shares);
+  };
+  options.policy = choice;
+  for (const std::int64_t chunk : {context, std::int64_t{17}}) {
+    SCOPED_TRACE(chunk);
+    shares.clear();
+    auto rows = mine(everything(0));
+    const auto add = [&](std::int64_t begin, std::int64_t end) {
+      for (auto& [place, positions] : rows) {
+        for (std::int64_t p = begin; p < end; ++p) positions.push_back(p);
+      }
+    };
+    const auto cut = [&](std::int64_t tokens) {
+      for (auto& [place, positions] : rows) {
+        std::stable_sort(positions.begin(), positions.end(), [&](std::int64_t a, std::int64_t b) {
+          const auto score = [&](std::int64_t p) {
+            return shares.at({place.first, place.second, p}) * static_cast<float>(tokens + 1 - p);
+          };
+          return score(a) > score(b);
+        });
+        positions.resize(std::min(positions.size(), static_cast<std::size_t>(keep)));
+        std::sort(positions.begin(), positions.end());
+      }
+    };
+    options.pruning.prefill = chunk < context ? PrefillMode::sparse : PrefillMode::dense;
+    const auto engine = Engine::create(model, nullptr, options, comm);
+    const SequenceId sequence = engine->add_sequence();
+    const std::vector<TokenId> text = some_tokens(static_cast<int>(context));
+    for (std::int64_t begin = 0; begin < context; begin += chunk) {
+      const std::int64_t end = std::min(context, begin + chunk);
+      engine->step(StepBatch(sequence, {text.begin() + begin, text.begin() + end},
+                             engine->rule(StepPart::context), StepOutput::none));
+      add(begin, end);
+      cut(end);
+      EXPECT_EQ(kept(*engine, sequence), rows) << end;
+    }
+    engine->end_context(sequence);
+    for (std::int64_t step = 1; step <= new_tokens; ++step) {
+      const std::vector<TokenId> token = {static_cast<TokenId>(step * step % vocabulary)};
+      engine->step(
+          StepBatch(sequence, token, engine->rule(StepPart::generated), StepOutput::argmax));
+      add(context + step - 1, context + step);
+      if (step % every == 0) cut(context + step);
+      EXPECT_EQ(kept(*engine, sequence), rows) << context + step;
+    }
   }
 }
 

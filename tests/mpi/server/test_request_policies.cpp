@@ -84,7 +84,7 @@ TEST_F(RequestPoliciesTest, NamesWhatTheEngineCanRun) {
     EXPECT_TRUE(has(policies, name)) << name;
   }
   // They need a surrogate, a file, or the question.
-  for (const char* name : {"kvzap", "qfilter", "fastkvzip", "finch"}) {
+  for (const char* name : {"kvzap", "qfilter", "fastkvzip", "trim-kv", "finch"}) {
     EXPECT_FALSE(has(policies, name)) << name;
   }
   EXPECT_FALSE(has(RequestPolicies(*engine, setup, {}), "kvzip"));

@@ -32,6 +32,7 @@ inline std::vector<std::string> policy_names() {
           "finch",
           "kvzap",
           "fastkvzip",
+          "trim-kv",
           "duo-attention",
           "kvzip",
           "kvzip-plus"};

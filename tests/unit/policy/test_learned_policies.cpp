@@ -1,21 +1,27 @@
-// Policies whose scores come from files: kvzap, fastkvzip, duo-attention.
+// Policies whose scores come from files: kvzap, fastkvzip, trim-kv, duo-attention.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <kvzap/engine/surrogate.hpp>
 #include <string>
 #include <vector>
 
+#include "base/machine.hpp"
 #include "policy/registry.hpp"
 #include "safetensors_writer.hpp"
 #include "unit/policy/fake_layer.hpp"
+#include "unit/policy/retention_gates.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
 namespace {
 
 using test::FakeLayer;
+using test::gate_tensor;
 using test::LayerData;
+using test::retention_gate;
+using test::retentions;
 using Scores = std::vector<std::vector<float>>;  // (head, row)
 
 /// Values that kvpress' run shares.
@@ -94,10 +100,30 @@ class LearnedPolicies : public ::testing::Test {
     test::write_safetensors(m_folder.path() / "gates.safetensors", tensors);
   }
 
+  static std::map<std::string, test::StoredTensor> retention_gates(bool is_deep,
+                                                                   int n_layers = layers) {
+    return test::retention_gates(is_deep, n_layers, kv_heads, hidden_size);
+  }
+  void write_retention_gates(const std::map<std::string, test::StoredTensor>& tensors) const {
+    test::write_safetensors(m_folder.path() / "gates.safetensors", tensors);
+  }
+
   ModelConfig m_config;
   HeadPartition m_partition;
   test::TemporaryFolder m_folder;
 };
+
+/// The policy rounds log retentions to 16 bits.
+void expect_retentions(const Scores& found, const std::vector<std::vector<double>>& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t h = 0; h < found.size(); ++h) {
+    ASSERT_EQ(found[h].size(), expected[h].size());
+    for (std::size_t row = 0; row < found[h].size(); ++row) {
+      EXPECT_NEAR(found[h][row], expected[h][row], 2e-5 * std::fabs(expected[h][row]))
+          << "head " << h << ", row " << row;
+    }
+  }
+}
 
 // FastKVzipGate of kvpress 0.5.5.
 const Scores gate_scores = {{0.2986591f, 0.2739298f, 0.243663f, 0.2772845f, 0.3301834f, 0.3285809f,
@@ -227,6 +253,138 @@ TEST_F(LearnedPolicies, GatesOfAnotherModel) {
   test::write_safetensors(m_folder.path() / "gates.safetensors",
                           {{"weights", test::stored_tensor("F32", {1}, {1})}});
   expect("no tensor 0.k_base");
+}
+
+TEST_F(LearnedPolicies, TrimKvScoresFallWithAge) {
+  for (const bool is_deep : {false, true}) {
+    SCOPED_TRACE(is_deep ? "DBTrimKV" : "TRIM-KV");
+    write_retention_gates(retention_gates(is_deep));
+    for (const bool device : {false, true}) {
+      base::machine().set_device(device);
+      const auto policy = make(policy::trim_kv(), {{"gates", file("gates.safetensors")}});
+      for (int l = 0; l < layers; ++l) {
+        LayerData data = make_layer(23);
+        data.layer = l;
+        for (const std::int64_t block : {0, 7}) {
+          expect_retentions(FakeLayer(data).run(*policy, block), retentions(data, is_deep));
+        }
+      }
+    }
+    base::machine().set_device(false);
+  }
+}
+
+// At two ratios the rows that stay are those of the formula, and the order changes with time.
+TEST_F(LearnedPolicies, TrimKvCutsAreThoseOfTheFormula) {
+  write_retention_gates(retention_gates(false));
+  const auto policy = make(policy::trim_kv(), {{"gates", file("gates.safetensors")}});
+  const auto kept = [](const auto& scores, double ratio) {
+    std::vector<std::size_t> rows(scores.size());
+    for (std::size_t r = 0; r < rows.size(); ++r) rows[r] = r;
+    std::stable_sort(rows.begin(), rows.end(),
+                     [&](std::size_t a, std::size_t b) { return scores[a] > scores[b]; });
+    rows.resize(static_cast<std::size_t>(static_cast<double>(rows.size()) * (1 - ratio)));
+    std::sort(rows.begin(), rows.end());
+    return rows;
+  };
+  LayerData data = make_layer(40);
+  const Scores found = FakeLayer(data).run(*policy);
+  const auto expected = retentions(data, false);
+  for (const double ratio : {0.5, 0.8}) {
+    for (std::size_t h = 0; h < kv_heads; ++h) {
+      EXPECT_EQ(kept(found[h], ratio), kept(expected[h], ratio)) << ratio << ", head " << h;
+    }
+  }
+}
+
+TEST_F(LearnedPolicies, TrimKvOfSomeHeads) {
+  write_retention_gates(retention_gates(true));
+  m_partition = HeadPartition::balanced({{1, 5}, {1, 5}}, 2);
+  const auto policy = make(policy::trim_kv(), {{"gates", file("gates.safetensors")}});
+  const LayerData data = make_layer(10);
+  FakeLayer layer(data, {1}, Communicator::self());
+  expect_retentions(layer.run(*policy, 4), {retentions(data, true)[1]});
+}
+
+// Whatever the steps were, the scores are those of one step, to the last bit.
+TEST_F(LearnedPolicies, TrimKvRecoversGatesFromScores) {
+  write_retention_gates(retention_gates(false));
+  const Scores at_once = FakeLayer(make_layer(400))
+                             .run(*make(policy::trim_kv(), {{"gates", file("gates.safetensors")}}));
+  Scores scores(kv_heads);
+  for (std::int64_t tokens = 7; tokens <= 400; tokens += tokens < 300 ? 293 : 1) {
+    LayerData data = make_layer(tokens);
+    data.new_tokens = tokens - static_cast<std::int64_t>(scores[0].size());
+    data.cached_scores = scores;
+    // A new object for each step, as after a checkpoint.
+    const auto policy = make(policy::trim_kv(), {{"gates", file("gates.safetensors")}});
+    scores = FakeLayer(data).run(*policy, 64);
+    if (tokens == 7) {
+      EXPECT_GT(scores[0][0] / 8, at_once[0][0] / 400 - 1);
+    }
+  }
+  EXPECT_EQ(scores, at_once);
+}
+
+TEST_F(LearnedPolicies, TrimKvGatesThatDoNotFit) {
+  const auto expect = [&](const std::map<std::string, test::StoredTensor>& tensors,
+                          const char* text) {
+    write_retention_gates(tensors);
+    test::expect_error(
+        [&] {
+          make(policy::trim_kv(), {{"gates", file("gates.safetensors")}});
+        },
+        {"gates.safetensors", text});
+  };
+  const std::string first = retention_gate(0), second = retention_gate(1);
+  expect(retention_gates(false, 3), "gates of 3 layers, but the model's num_hidden_layers is 2");
+  expect(retention_gates(true, 1), "gates of 1 layers, but the model's num_hidden_layers is 2");
+  expect({{"weights", test::stored_tensor("F32", {1}, {1})}}, "linear1.weight");
+  auto tensors = retention_gates(false);
+  tensors[first + "linear1.weight"] = gate_tensor({5, hidden_size + 1}, 1);
+  expect(tensors, "gates of 9 inputs, but the model's hidden_size is 8");
+  tensors[first + "linear1.weight"] = gate_tensor({0, hidden_size}, 1);
+  expect(tensors, "no matrix");
+  tensors[first + "linear1.weight"] = gate_tensor({5}, 1);
+  expect(tensors, "no matrix");
+  tensors = retention_gates(false);
+  tensors[first + "bias"] = gate_tensor({kv_heads + 1}, 1);
+  expect(tensors, "gates of 3 KV heads, but the model's num_key_value_heads is 2");
+  tensors = retention_gates(false);
+  tensors[second + "linear2.weight"] = gate_tensor({kv_heads, 4}, 1);
+  expect(tensors, "layers.1.self_attn.retention_gate.linear2.weight");
+  tensors = retention_gates(true);
+  tensors.erase(second + "linear2.bias");
+  expect(tensors, "layers.1.self_attn.retention_gate.linear2.bias");
+  tensors = retention_gates(false);
+  tensors[second + "bias"] = test::stored_tensor("F32", {2}, {1, std::nanf("")});
+  expect(tensors, "value 1 is nan; expected finite numbers");
+  tensors = retention_gates(false);
+  tensors["lm_head.weight"] = gate_tensor({2}, 1);
+  expect(tensors, "9 tensors; expected the 8");
+  tensors = retention_gates(false);
+  tensors[second + "bias"] = {"I64", {2}, std::string(16, 0)};
+  expect(tensors, "I64");
+  m_config.activation = Activation::gelu;
+  write_retention_gates(retention_gates(false));
+  test::expect_error(
+      [&] {
+        make(policy::trim_kv(), {{"gates", file("gates.safetensors")}});
+      },
+      {"only SiLU is known"});
+}
+
+TEST_F(LearnedPolicies, TrimKvNeedsThePositionsOfTheText) {
+  write_retention_gates(retention_gates(false));
+  Budget half;
+  half.amount = Budget::Amount::evict_ratio;
+  half.evict_ratio = 0.5;
+  const std::string text = "trim-kv:gates=" + file("gates.safetensors");
+  for (const char* more : {"", "+ada", "+global"}) {
+    EXPECT_TRUE(make_policy(parse_policy(text + more), half, {}, setup()).make) << more;
+  }
+  test::expect_error([&] { make_policy(parse_policy(text + "+rerotate"), half, {}, setup()); },
+                     {"trim-kv", "age"});
 }
 
 TEST_F(LearnedPolicies, KvzapIsItsSurrogate) {

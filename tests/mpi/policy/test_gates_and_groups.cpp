@@ -1,0 +1,106 @@
+// Gates whose hidden units ranks share.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "mpi/ranks.hpp"
+#include "policy/registry.hpp"
+#include "unit/policy/retention_gates.hpp"
+
+namespace kvzap {
+namespace {
+
+using test::FakeLayer;
+using test::LayerData;
+
+constexpr int layers = 2;
+
+/// Five heads in contiguous runs, in another order, and nearly all on other ranks than the first.
+HeadPartition dealt(int placement, int ranks) {
+  if (placement == 0) return HeadPartition::even(layers, 5, ranks);
+  const std::vector<std::int64_t> rows = placement == 1
+                                             ? std::vector<std::int64_t>{1, 5, 2, 4, 3}
+                                             : std::vector<std::int64_t>{100, 1, 1, 1, 1};
+  return HeadPartition::balanced({rows, rows}, ranks);
+}
+
+LayerData five_heads(unsigned seed) {
+  test::LayerShape shape;
+  shape.kv_heads = 5;
+  shape.tokens = 90;
+  shape.new_tokens = 70;
+  shape.head_dim = 8;
+  shape.hidden_size = 24;
+  shape.layer = 1;
+  shape.layers = layers;
+  LayerData data = test::random_layer(shape, seed);
+  for (float& x : data.hidden) x /= 4;
+  return data;
+}
+
+std::vector<std::size_t> best(const std::vector<double>& scores, double ratio) {
+  std::vector<std::size_t> rows(scores.size());
+  for (std::size_t r = 0; r < rows.size(); ++r) rows[r] = r;
+  std::stable_sort(rows.begin(), rows.end(),
+                   [&](std::size_t a, std::size_t b) { return scores[a] > scores[b]; });
+  rows.resize(static_cast<std::size_t>(static_cast<double>(rows.size()) * (1 - ratio)));
+  std::sort(rows.begin(), rows.end());
+  return rows;
+}
+
+TEST(TrimKv, RanksShareTheUnitsOfGates) {
+  const auto comm = Communicator::world();
+  const test::SharedFolder folder;
+  LayerData data = five_heads(7);
+  const std::int64_t before = data.tokens - data.new_tokens;
+  ModelConfig config;
+  config.num_hidden_layers = layers;
+  config.num_key_value_heads = data.kv_heads;
+  config.hidden_size = data.hidden_size;
+  for (const bool is_deep : {false, true}) {
+    SCOPED_TRACE(is_deep ? "DBTrimKV" : "TRIM-KV");
+    const auto file = folder / (is_deep ? "deep.safetensors" : "gates.safetensors");
+    comm.agree_on_root([&] {
+      test::write_safetensors(
+          file, test::retention_gates(is_deep, layers, data.kv_heads, data.hidden_size));
+    });
+    // What the step before has left.
+    for (int h = 0; h < data.kv_heads; ++h) {
+      data.cached_scores[h].clear();
+      for (std::int64_t r = 0; r < data.cached(h); ++r) {
+        const std::int64_t position = data.positions[h][r];
+        data.cached_scores[h].push_back(
+            static_cast<float>(static_cast<double>(before + 1 - position) *
+                               test::log_retention(data, is_deep, h, position)));
+      }
+    }
+    const auto expected = test::retentions(data, is_deep);
+    for (int placement = 0; placement < 3; ++placement) {
+      SCOPED_TRACE(placement);
+      const HeadPartition partition = dealt(placement, comm.size());
+      const std::vector<int>& heads = partition.heads(data.layer, comm.rank());
+      const PolicySetup setup{config, partition, DType::f32, {}, comm};
+      const auto make = policy::trim_kv().make(PolicyArguments({{"gates", file.string()}}), setup);
+      const auto scores = FakeLayer(data, heads, comm).run(*make(), 32);
+      ASSERT_EQ(scores.size(), heads.size());
+      for (std::size_t i = 0; i < heads.size(); ++i) {
+        const auto& of_head = expected[heads[i]];
+        ASSERT_EQ(scores[i].size(), of_head.size());
+        for (std::size_t r = 0; r < of_head.size(); ++r) {
+          EXPECT_NEAR(scores[i][r], of_head[r], 4e-5 * std::fabs(of_head[r]))
+              << "head " << heads[i] << ", row " << r;
+        }
+        for (const double ratio : {0.5, 0.8}) {
+          EXPECT_EQ(best({scores[i].begin(), scores[i].end()}, ratio), best(of_head, ratio))
+              << "head " << heads[i] << " at " << ratio;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvzap

@@ -82,7 +82,7 @@ const std::vector<ModifierInfo>& modifiers() {
       policy::dms(),      policy::per_layer(), policy::pyramid(),  //
       policy::ada(),      policy::global(),                        //
       policy::critical(), policy::chunk(),     policy::chunkkv(),  //
-      policy::rerotate(),
+      policy::kvcrush(),  policy::rerotate(),
   };
   return all;
 }

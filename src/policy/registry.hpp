@@ -47,6 +47,7 @@ ModifierInfo critical();
 ModifierInfo chunk();
 ModifierInfo chunkkv();
 ModifierInfo dms();
+ModifierInfo kvcrush();
 ModifierInfo rerotate();
 
 }  // namespace kvzap::policy

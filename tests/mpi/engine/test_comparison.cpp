@@ -210,8 +210,9 @@ class Comparisons : public ::testing::Test {
       for (const char* text :
            {"snapkv+ada", "knorm+global", "snapkv:window=5+pyramid", "keydiff+rerotate",
             "h2o+critical", "keydiff+critical+ada", "streaming-llm+chunk:length=20",
-            "keydiff+chunk:length=25", "keydiff+chunkkv:length=7", "h2o:local=on",
-            "compactor:blending=0.3", "kvzip:layerwise=on", "kvzip:chunk=40,sink=6"}) {
+            "keydiff+chunk:length=25", "keydiff+chunkkv:length=7", "snapkv:window=5+kvcrush",
+            "h2o:local=on", "compactor:blending=0.3", "kvzip:layerwise=on",
+            "kvzip:chunk=40,sink=6"}) {
         add(text, ratio);
       }
       for (const char* text : {"snapkv", "expected-attention", "tova+ada"}) {

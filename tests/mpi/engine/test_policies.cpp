@@ -421,7 +421,7 @@ TEST_F(Policies, KeepLongAnswersWithinTheBudget) {
   budget.amount = Budget::Amount::keep_tokens;
   budget.keep_tokens = keep;
   for (const char* name : {"h2o", "tova", "snapkv:window=4", "keydiff", "r-kv:window=4",
-                           "lazy-eviction:window=4", "tri-attention"}) {
+                           "r-kv:window=4+kvcrush", "lazy-eviction:window=4", "tri-attention"}) {
     options.policy = std::make_shared<PolicyChoice>(
         make_policy(parse_policy(name), budget, std::nullopt, setup));
     const auto engine = Engine::create(model, nullptr, options, comm);

@@ -1,14 +1,17 @@
-// Gates whose hidden units ranks share.
+// Gates whose hidden units ranks share, and groups of rows over the heads of all ranks.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "mpi/ranks.hpp"
 #include "policy/registry.hpp"
+#include "unit/policy/kvcrush_reference.hpp"
 #include "unit/policy/retention_gates.hpp"
+#include "unit/policy/row_policies.hpp"
 
 namespace kvzap {
 namespace {
@@ -96,6 +99,51 @@ TEST(TrimKv, RanksShareTheUnitsOfGates) {
         for (const double ratio : {0.5, 0.8}) {
           EXPECT_EQ(best({scores[i].begin(), scores[i].end()}, ratio), best(of_head, ratio))
               << "head " << heads[i] << " at " << ratio;
+        }
+      }
+    }
+  }
+}
+
+TEST(KvCrush, RepresentativesOverTheHeadsOfAllRanks) {
+  const auto comm = Communicator::world();
+  const LayerData base = five_heads(8);
+  const auto plain = FakeLayer(base).run(*test::make_policy(policy::random(), base));
+  PolicyInfo info = policy::random();
+  for (const char* anchor : {"zeros", "ones", "alternating", "random"}) {
+    for (const double ratio : {0.5, 0.8}) {
+      SCOPED_TRACE(std::string(anchor) + ", " + std::to_string(ratio));
+      LayerData data = base;
+      data.keep = static_cast<std::int64_t>(static_cast<double>(data.tokens) * (1 - ratio));
+      PolicyChoice choice;
+      choice.info = &info;
+      choice.budget.amount = Budget::Amount::evict_ratio;
+      choice.budget.evict_ratio = ratio;
+      choice.make = [&] { return test::make_policy(info, data); };
+      const ModelConfig config;
+      const HeadPartition partition = dealt(0, comm.size());
+      policy::kvcrush().apply(
+          choice, PolicyArguments({{"share", "0.3"}, {"anchor", anchor}, {"seed", "3"}}),
+          {config, partition, DType::f32, {}, comm});
+      test::KvCrushCase of{data.positions, plain, {}, data.keep, 0.3};
+      for (int h = 0; h < data.kv_heads; ++h) {
+        of.anchor.push_back(std::string(anchor) == "ones" ||
+                            (std::string(anchor) == "alternating" && h % 2 == 1));
+      }
+      const auto expected = test::kept_by_kvcrush(of);
+      const auto alone = FakeLayer(data).run(*choice.make());
+      for (int placement = 0; placement < 3; ++placement) {
+        const std::vector<int> heads = dealt(placement, comm.size()).heads(data.layer, comm.rank());
+        const auto scores = FakeLayer(data, heads, comm).run(*choice.make());
+        ASSERT_EQ(scores.size(), heads.size());
+        for (std::size_t i = 0; i < heads.size(); ++i) {
+          const auto h = static_cast<std::size_t>(heads[i]);
+          EXPECT_EQ(scores[i], alone[h]) << "head " << h;
+          for (std::size_t r = 0; r < scores[i].size(); ++r) {
+            if (std::string(anchor) == "random") continue;
+            EXPECT_EQ(scores[i][r], expected[h][r] ? plain[h][r] : -FLT_MAX)
+                << "head " << h << ", row " << r;
+          }
         }
       }
     }

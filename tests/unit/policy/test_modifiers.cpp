@@ -10,6 +10,7 @@
 
 #include "policy/registry.hpp"
 #include "unit/policy/fake_layer.hpp"
+#include "unit/policy/kvcrush_reference.hpp"
 #include "unit/temporary_folder.hpp"
 
 namespace kvzap {
@@ -207,6 +208,79 @@ TEST_F(Modifiers, CriticalKeepsScoresThatAreNoNumbers) {
   const Scores found = score(layer);
   EXPECT_TRUE(std::isnan(found[0][5]));
   EXPECT_EQ(std::count(found[0].begin(), found[0].end(), largest), 2);
+}
+
+/// Three heads with rows of their own, and equal scores among them.
+test::KvCrushCase crushed_heads(const std::string& anchor, std::int64_t keep, double share) {
+  test::KvCrushCase of{{}, {}, {}, keep, share};
+  for (int h = 0; h < 3; ++h) {
+    of.positions.emplace_back();
+    of.scores.emplace_back();
+    of.anchor.push_back(anchor == "ones" || (anchor == "alternating" && h % 2 == 1));
+    for (int t = 0; t < 200; ++t) {
+      const int noise = (t * 7919 + h * 104729) % 1009;
+      if (h > 0 && noise % (2 * h + 1) == 0) continue;
+      of.positions.back().push_back(t);
+      of.scores.back().push_back(static_cast<float>(noise % 40 - 20) / 8);
+    }
+  }
+  return of;
+}
+
+LayerData layer_of(const test::KvCrushCase& of) {
+  LayerData data = make_layer(of.keep);
+  data.kv_heads = 3;
+  data.tokens = 200;
+  data.new_tokens = 1;
+  data.positions = of.positions;
+  data.cached_scores.resize(3);
+  return data;
+}
+
+TEST_F(Modifiers, KvCrushKeepsRepresentatives) {
+  for (const char* anchor : {"zeros", "ones", "alternating"}) {
+    for (const std::int64_t keep : {100, 40, 7}) {
+      for (const char* share : {"0.25", "1", "0.5"}) {
+        SCOPED_TRACE(std::string(anchor) + ", " + std::to_string(keep) + ", " + share);
+        const auto of = crushed_heads(anchor, keep, std::stod(share));
+        m_choice.make = [&] { return std::make_unique<GivenScores>(of.scores); };
+        apply(policy::kvcrush(), {{"anchor", anchor}, {"share", share}});
+        FakeLayer layer(layer_of(of));
+        const Scores found = score(layer);
+        const auto expected = test::kept_by_kvcrush(of);
+        for (std::size_t h = 0; h < 3; ++h) {
+          std::int64_t stay = 0;
+          for (std::size_t r = 0; r < found[h].size(); ++r) {
+            EXPECT_EQ(found[h][r], expected[h][r] ? of.scores[h][r] : -largest)
+                << "head " << h << ", row " << r;
+            stay += expected[h][r] ? 1 : 0;
+          }
+          EXPECT_EQ(stay, keep) << "head " << h;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Modifiers, KvCrushLeavesScoresWithoutAShare) {
+  const auto of = crushed_heads("zeros", 3, 0.25);  // floor(0.75) representatives
+  m_choice.make = [&] { return std::make_unique<GivenScores>(of.scores); };
+  apply(policy::kvcrush());
+  FakeLayer layer(layer_of(of));
+  EXPECT_EQ(score(layer), of.scores);
+  // Heads that are short enough keep all rows.
+  const auto all = crushed_heads("zeros", 200, 0.25);
+  FakeLayer whole(layer_of(all));
+  EXPECT_EQ(score(whole), all.scores);
+}
+
+TEST_F(Modifiers, KvCrushKeepsScoresThatAreNoNumbers) {
+  auto of = crushed_heads("zeros", 40, 0.25);
+  of.scores[1][5] = std::nanf("");
+  m_choice.make = [&] { return std::make_unique<GivenScores>(of.scores); };
+  apply(policy::kvcrush());
+  FakeLayer layer(layer_of(of));
+  EXPECT_TRUE(std::isnan(score(layer)[1][5]));
 }
 
 /// Scores that depend on all rows of a part: how far a row is from the end, and how many stay.

@@ -38,7 +38,7 @@ TEST(PolicyList, HasAllNamesOnce) {
   EXPECT_EQ(found, test::policy_names());
   std::set<std::string> names(found.begin(), found.end());
   for (const ModifierInfo& info : modifiers()) EXPECT_TRUE(names.insert(info.name).second);
-  EXPECT_EQ(names.size(), 37u);
+  EXPECT_EQ(names.size(), 38u);
 }
 
 void check_parameters(const std::string& name, const std::vector<PolicyParameter>& parameters) {
@@ -413,7 +413,7 @@ TEST_F(MakePolicy, AmountsThatAreMissingOrTooMany) {
 
 TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   for (const char* modifier :
-       {"ada", "global", "pyramid", "critical", "chunk", "chunkkv", "rerotate"}) {
+       {"ada", "global", "pyramid", "critical", "chunk", "chunkkv", "kvcrush", "rerotate"}) {
     refuse(std::string("knorm+") + modifier, {}, 1, {modifier, "threshold"});
   }
   const Budget budget = half();
@@ -429,6 +429,11 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   refuse("knorm+chunkkv+chunk", budget, {}, {"chunkkv has no meaning"});
   refuse("knorm+chunkkv+critical", budget, {}, {"chunkkv has no meaning", "critical marks"});
   refuse("snapkv+chunk", budget, {}, {"chunk has no meaning", "snapkv cannot score a part"});
+  refuse("knorm+kvcrush+ada", budget, {}, {"kvcrush has no meaning", "heads cannot compete"});
+  refuse("knorm+kvcrush+chunk", budget, {}, {"kvcrush has no meaning", "parts"});
+  refuse("knorm+kvcrush+chunkkv", budget, {}, {"kvcrush has no meaning", "parts"});
+  refuse("h2o+kvcrush", budget, {}, {"kvcrush has no meaning", "h2o continues"});
+  refuse("h2o+critical+kvcrush", budget, {}, {"kvcrush has no meaning", "h2o continues"});
   refuse("knorm+rerotate+ada", budget, {}, {"rerotate has no meaning", "one length"});
   refuse("knorm+rerotate+pyramid", budget, {}, {"rerotate has no meaning", "one length"});
   refuse("knorm+rerotate+chunkkv", budget, {}, {"rerotate has no meaning", "chunkkv"});
@@ -438,7 +443,9 @@ TEST_F(MakePolicy, CombinationsWithMeaning) {
   for (const char* text :
        {"knorm+ada+pyramid", "knorm+critical", "knorm+critical+ada", "knorm+critical+global",
         "knorm+critical+pyramid", "knorm+critical+chunk", "knorm+critical+rerotate",
-        "knorm+chunk+rerotate", "knorm+chunk+pyramid", "knorm+chunkkv+pyramid"}) {
+        "snapkv+kvcrush", "knorm+kvcrush+critical", "knorm+kvcrush+pyramid",
+        "snapkv+kvcrush+rerotate", "knorm+chunk+rerotate", "knorm+chunk+pyramid",
+        "knorm+chunkkv+pyramid"}) {
     EXPECT_TRUE(make(text, half()).make) << text;
   }
   for (const char* modifier : {"ada", "critical", "chunk", "chunkkv"}) {

@@ -36,7 +36,14 @@ def row_of(summary):
     """What a summary's row of all prompts says."""
     keep = ("setting", "prompts", "accuracy", "accuracy_low", "accuracy_high", "perplexity", "evict_ratio_mean",
             "evict_ratio_min", "evict_ratio_max", "kv_bytes_at_end", "full_kv_bytes_at_end")
-    return {key: summary[key] for key in keep if summary.get(key) is not None}
+    row = {key: summary[key] for key in keep if summary.get(key) is not None}
+    row["setting"] = setting_of(row["setting"])
+    return row
+
+
+def setting_of(setting):
+    """The setting with the names of surrogates instead of their paths."""
+    return re.sub(r"(surrogate=)[^:@+,;]*/", r"\1", setting)
 
 
 def perplexity_changes(records, rows):
@@ -45,7 +52,7 @@ def perplexity_changes(records, rows):
     losses = collections.defaultdict(dict)
     for record in records:
         if record.get("nll") is not None:
-            losses[record["setting"]][record["id"]] = (record["nll"], record["generated_tokens"])
+            losses[setting_of(record["setting"])][record["id"]] = (record["nll"], record["generated_tokens"])
     first = losses[rows[0]["setting"]]
     for row in rows[1:]:
         pairs = [(loss - first[name][0], tokens) for name, (loss, tokens) in losses[row["setting"]].items() if name in first]

@@ -62,6 +62,7 @@ struct Files {
       }
       test::write_safetensors(path("gates.safetensors"), gates);
       test::write_safetensors(path("retention.safetensors"), retention);
+      write_pattern(config);
     });
     world_barrier();
   }
@@ -73,6 +74,17 @@ struct Files {
 
  private:
   std::minstd_rand m_draw;
+
+  // Every other head streams,.
+  void write_pattern(const ModelConfig& config) const {
+    std::ofstream(path("config.json")) << R"({"sink_size": 128, "recent_size": 256})";
+    std::ofstream shares(path("full_attention_heads.tsv"));
+    for (int l = 0; l < n_layers; ++l) {
+      for (int h = 0; h < config.num_key_value_heads; ++h) {
+        shares << h % 2 << (h + 1 < config.num_key_value_heads ? '\t' : '\n');
+      }
+    }
+  }
 
   test::StoredTensor random(const std::vector<std::int64_t>& shape) {
     std::int64_t count = 1;
@@ -145,9 +157,10 @@ class Bench {
     world_barrier();
     const double start = now();
     const bool whole = after == PruneMoment::question;
+    // Of all tokens: a last layer computes no others than the outputs need.
     engine->step(StepBatch(
         sequence, ids, engine->rule(whole ? StepPart::whole : StepPart::context, whole ? 64 : 0),
-        StepOutput::argmax));
+        StepOutput::all_hidden));
     if (options.policy && options.policy->info->repeats_context) engine->end_context(sequence);
     Cost cost;
     cost.seconds = max_over_ranks(now() - start);
@@ -203,34 +216,20 @@ void register_benchmarks(const Options& options) {
   const auto bench = std::make_shared<Bench>(model_folder(options, options.config));
   const auto file = [&](const char* name) { return bench->files().path(name).string(); };
   std::vector<Case> cases;
-  for (const char* name : {"knorm",
-                           "random",
-                           "streaming-llm",
-                           "keydiff",
-                           "lagkv",
-                           "cur",
-                           "leverage",
-                           "compactor",
-                           "cap",
-                           "snapkv",
-                           "tova",
-                           "pyramidkv",
-                           "scissorhands",
-                           "r-kv",
-                           "lazy-eviction",
-                           "tri-attention",
-                           "expected-attention",
-                           "non-causal",
-                           "simlayerkv",
-                           "h2o",
-                           "kvzip",
-                           "kvzip-plus"}) {
+  for (const char* name :
+       {"knorm",         "random",        "streaming-llm",      "keydiff",    "lagkv",
+        "cur",           "leverage",      "compactor",          "cap",        "snapkv",
+        "tova",          "pyramidkv",     "scissorhands",       "r-kv",       "r-kv:mass=0.9",
+        "lazy-eviction", "tri-attention", "expected-attention", "non-causal", "simlayerkv",
+        "h2o",           "kvzip",         "kvzip-plus"}) {
     cases.push_back({name, name});
   }
   cases.push_back({"finch", "finch", PruneMoment::question});
   cases.push_back({"qfilter", "qfilter:filters=" + file("filters.safetensors")});
   cases.push_back({"kvzap-linear", "kvzap:surrogate=" + file("linear")});
   cases.push_back({"kvzap-mlp", "kvzap:surrogate=" + file("mlp")});
+  cases.push_back({"duo-attention", "duo-attention:head-evict-ratio=0.5,pattern=" +
+                                        file("full_attention_heads.tsv")});
   cases.push_back({"fastkvzip", "fastkvzip:gates=" + file("gates.safetensors")});
   cases.push_back({"trim-kv", "trim-kv:gates=" + file("retention.safetensors")});
   cases.push_back({"snapkv+ada", "snapkv+ada"});

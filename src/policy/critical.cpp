@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
+#include "base/simd.hpp"
 #include "linalg/gemm.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_math.hpp"
@@ -16,44 +18,90 @@ using linalg::Matrix;
 using linalg::Vector;
 using Range = PolicyRange;
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
+using OpenRows = Kokkos::View<std::int64_t*, MemorySpace>;
 
 constexpr float largest = std::numeric_limits<float>::max();
 // Rows of values that are multiplied by W_O at a time.
 constexpr std::int64_t critical_tile_rows = 512;
 
-// norms(first + row) += scale * sum of |projected(row, ·)|
+// norms[row] += scale * sum of |projected(row, :)|
+KVZAP_BODY void add_magnitudes_body(const float* projected, std::int64_t columns, std::int64_t rows,
+                                    float scale, float* norms) {
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const float* const values = projected + row * columns;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (std::int64_t i = 0; i < columns; ++i) sum += __builtin_fabsf(values[i]);
+    norms[row] += scale * sum;
+  }
+}
+KVZAP_KERNEL(void, add_magnitudes,
+             (const float* projected, std::int64_t columns, std::int64_t rows, float scale,
+              float* norms),
+             (projected, columns, rows, scale, norms))
+
+// norms(first + row) += scale * sum of |projected(row, :)|
 void add_norms(const ExecutionSpace& exec, const Matrix& projected, std::int64_t first, float scale,
                const Vector& norms) {
+  const auto rows = static_cast<std::int64_t>(projected.extent(0));
   const auto columns = static_cast<std::int64_t>(projected.extent(1));
+  if (base::machine().on_host()) {
+    constexpr std::int64_t slice = 64;
+    base::host_for("kvzap::critical::norms", (rows + slice - 1) / slice, [=](std::int64_t i) {
+      add_magnitudes(&projected(i * slice, 0), columns, std::min(slice, rows - i * slice), scale,
+                     norms.data() + first + i * slice);
+    });
+    return;
+  }
   Kokkos::parallel_for(
-      "kvzap::critical::norms", Range(exec, 0, static_cast<std::int64_t>(projected.extent(0))),
-      KOKKOS_LAMBDA(std::int64_t row) {
-        // Several sums, so that the loop vectorizes.
-        constexpr int n_sums = 16;
-        float sums[n_sums] = {};
-        const float* const values = &projected(row, 0);
-        std::int64_t i = 0;
-        for (; i + n_sums <= columns; i += n_sums) {
-          for (int k = 0; k < n_sums; ++k) sums[k] += base::math::fabs(values[i + k]);
-        }
+      "kvzap::critical::norms", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t row) {
         float sum = 0;
-        for (; i < columns; ++i) sum += base::math::fabs(values[i]);
-        for (int k = 0; k < n_sums; ++k) sum += sums[k];
+        for (std::int64_t i = 0; i < columns; ++i) sum += base::math::fabs(projected(row, i));
         norms(first + row) += scale * sum;
       });
 }
 
-// scores = largest where flagged, else (score + epsilon) * norm. Scores that are not finite are
-// unchanged.
-void weigh(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_t rows,
-           float epsilon, const Vector& norms, const Policy::ScoreView& scores) {
+// open(i) = the i-th row without a flag. Returns their number. Waits for the instance.
+std::int64_t find_open(const ExecutionSpace& exec, const Flags& flags, int head, std::int64_t rows,
+                       const OpenRows& open) {
+  std::int64_t count = 0;
+  Kokkos::parallel_scan(
+      "kvzap::critical::open", Range(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t row, std::int64_t & before, bool is_final) {
+        if (flags(head, row) != 0) return;
+        if (is_final) open(before) = row;
+        ++before;
+      },
+      count);
+  return count;
+}
+
+// to(i, :) = from(rows(i), :)
+void gather_rows(const ExecutionSpace& exec, const PolicyLayer::RowsView& from,
+                 const OpenRows& rows, const Matrix& to) {
+  const auto dim = static_cast<std::int64_t>(to.extent(1));
+  const std::int64_t items = (dim + columns_per_item - 1) / columns_per_item;
   Kokkos::parallel_for(
-      "kvzap::critical::weigh", Range(exec, 0, rows), KOKKOS_LAMBDA(std::int64_t row) {
-        const float score = scores(head, row);
+      "kvzap::critical::gather", Range(exec, 0, to.extent(0) * items),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t first = i % items * columns_per_item;
+        const std::int64_t end = first + columns_per_item < dim ? first + columns_per_item : dim;
+        const float* const source = &from(rows(i / items), 0);
+        float* const target = &to(i / items, 0);
+        for (std::int64_t d = first; d < end; ++d) target[d] = source[d];
+      });
+}
+
+// score = (score + epsilon) * norm for each of `rows`. Scores that are not finite are unchanged.
+void weigh(const ExecutionSpace& exec, const OpenRows& rows, std::int64_t count, float epsilon,
+           const Vector& norms, int head, const Policy::ScoreView& scores) {
+  Kokkos::parallel_for(
+      "kvzap::critical::weigh", Range(exec, 0, count), KOKKOS_LAMBDA(std::int64_t i) {
+        float& score = scores(head, rows(i));
         if (!EvictionRule::is_finite(score)) return;
-        const float weighed = flags(head, row) != 0 ? largest : (score + epsilon) * norms(row);
+        const float weighed = (score + epsilon) * norms(i);
         // The product may overflow. An infinite score would never be evicted.
-        scores(head, row) = weighed > largest ? largest : weighed < -largest ? -largest : weighed;
+        score = weighed > largest ? largest : weighed < -largest ? -largest : weighed;
       });
 }
 
@@ -80,11 +128,19 @@ std::int64_t count_flags(const ExecutionSpace& exec, const Flags& flags, int hea
 // turned(i, d) = weights(d, i); bf16 holds them exactly.
 void turn_weights(const ExecutionSpace& exec, const PolicyLayer::RowsView& weights,
                   const linalg::WeightRows<bfloat16>& turned) {
+  const auto outputs = static_cast<std::int64_t>(turned.extent(0));
   const auto dim = static_cast<std::int64_t>(turned.extent(1));
+  // Outputs of a cache line on a host; a column of `weights` alone would read one value of each.
+  constexpr std::int64_t run = base::runs_on_host ? 16 : 1;
   Kokkos::parallel_for(
-      "kvzap::critical::turn", Range(exec, 0, static_cast<std::int64_t>(turned.size())),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        turned(i / dim, i % dim) = static_cast<bfloat16>(weights(i % dim, i / dim));
+      "kvzap::critical::turn", Range(exec, 0, (outputs + run - 1) / run * dim),
+      KOKKOS_LAMBDA(std::int64_t item) {
+        const std::int64_t first = item / dim * run;
+        const std::int64_t end = first + run < outputs ? first + run : outputs;
+        const std::int64_t d = item % dim;
+        for (std::int64_t i = first; i < end; ++i) {
+          turned(i, d) = static_cast<bfloat16>(weights(d, i));
+        }
       });
 }
 
@@ -148,10 +204,14 @@ class Critical final : public Policy {
     select(layer, scores, first, flags);
     for (int head = 0; head < layer.heads(); ++head) {
       const std::int64_t rows = layer.rows(head);
-      if (rows == 0) continue;
-      project(layer, head);
-      weigh(layer.exec(), flags, head, rows, static_cast<float>(m_options.epsilon), m_norms,
-            scores);
+      base::reserve_scratch(m_open, rows, "kvzap::critical::open");
+      const std::int64_t count = find_open(layer.exec(), flags, head, rows, m_open);
+      if (count > 0) {
+        project(layer, head, count);
+        weigh(layer.exec(), m_open, count, static_cast<float>(m_options.epsilon), m_norms, head,
+              scores);
+      }
+      mark(layer.exec(), flags, head, rows, scores);
     }
     if (m_options.heads_compete) {
       select(layer, scores, budgets, flags);
@@ -184,17 +244,19 @@ class Critical final : public Policy {
     judge(layer.exec(), segments);
   }
 
-  // m_norms(row) = mean over the query heads of the group of the 1-norm of W_O v.
-  void project(PolicyLayer& layer, int head) {
-    const PolicyLayer::RowsView values = layer.values(head);
-    const auto rows = static_cast<std::int64_t>(values.extent(0));
+  // m_norms(i) = mean over the query heads of the group of the 1-norm of W_O v for the value v of
+  // row m_open(i), i < rows.
+  void project(PolicyLayer& layer, int head, std::int64_t rows) {
+    const std::int64_t dim = layer.extents().head_dim;
+    base::reserve_scratch(m_values, rows * dim, "kvzap::critical::values");
+    const Matrix values(m_values.data(), rows, dim);
+    gather_rows(layer.exec(), layer.values(head), m_open, values);
     const std::int64_t hidden = layer.extents().hidden_size;
     const int group = layer.extents().group;
     base::reserve_scratch(m_norms, rows, "kvzap::critical::norms");
     base::reserve_scratch(m_projected, std::min(rows, critical_tile_rows) * hidden,
                           "kvzap::critical::projected");
     Kokkos::deep_copy(layer.exec(), m_norms, 0.0f);
-    const auto dim = static_cast<std::int64_t>(values.extent(1));
     if (m_options.in_bf16) {
       base::reserve_scratch(m_turned, hidden * dim, "kvzap::critical::turned");
     }
@@ -204,7 +266,7 @@ class Critical final : public Policy {
       if (m_options.in_bf16) turn_weights(layer.exec(), weights, turned);
       for (std::int64_t begin = 0; begin < rows; begin += critical_tile_rows) {
         const std::int64_t count = std::min(critical_tile_rows, rows - begin);
-        const PolicyLayer::RowsView tile =
+        const linalg::ConstMatrix tile =
             Kokkos::subview(values, std::make_pair(begin, begin + count), Kokkos::ALL);
         const Matrix projected(m_projected.data(), count, hidden);
         if (m_options.in_bf16) {
@@ -220,6 +282,8 @@ class Critical final : public Policy {
 
   std::unique_ptr<Policy> m_inner;
   CriticalOptions m_options;
+  OpenRows m_open;                                // scratch: rows that the first stage leaves
+  Vector m_values;                                // scratch: their values
   Vector m_norms;                                 // scratch
   Vector m_projected;                             // scratch
   Kokkos::View<bfloat16*, MemorySpace> m_turned;  // scratch
@@ -237,7 +301,8 @@ class Critical final : public Policy {
 /// fraction of this budget, and the second stage fills it. With `global`, the first stage gets its
 /// fraction of the even budget.
 ///
-/// Cost: the output projection of all rows; 512 * hidden_size floats.
+/// Cost: the output projection of the rows that the first stage leaves; a copy of a head's values
+/// and 512 * hidden_size floats.
 ModifierInfo critical() {
   ModifierInfo info;
   info.name = "critical";

@@ -199,6 +199,7 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"sum_of_weights", "LikelyTokens.AgreeWithSorting"},
     {"products_of_rows", "Cap.WeightedLeverage"},
     {"norms_of_rows", "ExpectedAttention.OfNormalQueriesToCome"},
+    {"add_magnitudes", "Modifiers.CriticalScoresAreThoseOfKvpress"},
     {"rotate_back", "ExpectedAttention.OfNormalQueriesToCome"},
     {"kvzip_maxima", "KvzipScores.AreThoseOfTheDefinition"},
     {"add_weighted", "SnapKV.ManyRows"},

@@ -4,7 +4,10 @@
 #include <cmath>
 #include <limits>
 
+#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
+#include "base/simd.hpp"
+#include "linalg/host/row_kernels.hpp"
 #include "policy/inverse_factor.hpp"
 #include "policy/registry.hpp"
 
@@ -18,39 +21,102 @@ using RowsView = PolicyLayer::RowsView;
 // Positions between two coarse ones.
 constexpr std::int64_t fine_positions = 128;
 
-// rows = keys, rotated back by their positions. The angle is the float that RoPE computes, position
-// * frequency. Sine and cosine of the exact product are combined from a coarse and a fine part. The
-// rounding of the angle adds a small rotation.
+/// Cosines and sines of coarse and fine positions, which together give those of any position.
+struct KeyTurns {
+  const float* coarse;  // (position / fine_positions, 2, pairs)
+  const float* fine;    // (position % fine_positions, 2, pairs)
+  const float* frequencies;
+  std::int64_t pairs;
+};
+
+// Rows that one work item rotates and adds up on a host.
+constexpr std::int64_t turned_rows = 256;
+
+// target = key, rotated back by its position. The angle is the float that RoPE computes, position *
+// frequency. Sine and cosine of the exact product are combined from a coarse and a fine part. The
+// rounding of the angle adds a small rotation. sums += target.
+KVZAP_BODY void turn_key_back_body(const KeyTurns& turns, const float* key, std::int64_t position,
+                                   float* target, double* sums) {
+  const std::int64_t pairs = turns.pairs;
+  const float* const a = turns.coarse + position / fine_positions * 2 * pairs;
+  const float* const b = turns.fine + position % fine_positions * 2 * pairs;
+  const float* const frequencies = turns.frequencies;
+  const auto at = static_cast<float>(position);
+#pragma omp simd
+  for (std::int64_t d = 0; d < pairs; ++d) {
+    const float angle = at * frequencies[d];
+    const auto error =
+        static_cast<float>(static_cast<double>(angle) - static_cast<double>(at) * frequencies[d]);
+    const float exact_cosine = a[d] * b[d] - a[pairs + d] * b[pairs + d];
+    const float exact_sine = a[pairs + d] * b[d] + a[d] * b[pairs + d];
+    const float cosine = exact_cosine - error * exact_sine;
+    const float sine = exact_sine + error * exact_cosine;
+    const float x = key[d] * cosine + key[pairs + d] * sine;
+    const float y = key[pairs + d] * cosine - key[d] * sine;
+    target[d] = x;
+    target[pairs + d] = y;
+    sums[d] += x;
+    sums[pairs + d] += y;
+  }
+}
+KVZAP_KERNEL(void, turn_key_back,
+             (const KeyTurns& turns, const float* key, std::int64_t position, float* target,
+              double* sums),
+             (turns, key, position, target, sums))
+
+// rows = keys before RoPE, minus their mean. partial has a row for each turned_rows rows, and one.
+void center_on_host(const RowsView& keys, const PositionView& positions, const KeyTurns& turns,
+                    const linalg::Matrix& rows, double* partial) {
+  const auto count = static_cast<std::int64_t>(rows.extent(0));
+  const std::int64_t dim = 2 * turns.pairs;
+  const std::int64_t slices = (count + turned_rows - 1) / turned_rows;
+  base::host_for("kvzap::policy::leverage_turn_back", slices, [=](std::int64_t slice) {
+    double* const sums = partial + slice * dim;
+    std::fill_n(sums, dim, 0.0);
+    const std::int64_t end = std::min(count, (slice + 1) * turned_rows);
+    for (std::int64_t r = slice * turned_rows; r < end; ++r) {
+      turn_key_back(turns, &keys(r, 0), positions(r), &rows(r, 0), sums);
+    }
+  });
+  auto* const opposite = reinterpret_cast<float*>(partial + slices * dim);
+  base::host_for("kvzap::policy::leverage_mean", 1, [=](std::int64_t) {
+    for (std::int64_t d = 0; d < dim; ++d) {
+      double sum = 0;
+      for (std::int64_t slice = 0; slice < slices; ++slice) sum += partial[slice * dim + d];
+      opposite[d] = static_cast<float>(-sum / static_cast<double>(count));
+    }
+  });
+  base::host_for("kvzap::policy::leverage_center", slices, [=](std::int64_t slice) {
+    const std::int64_t end = std::min(count, (slice + 1) * turned_rows);
+    for (std::int64_t r = slice * turned_rows; r < end; ++r) {
+      linalg::add(&rows(r, 0), opposite, dim);
+    }
+  });
+}
+
+// rows = keys, rotated back as by turn_key_back.
 void rotate_back(const ExecutionSpace& exec, const RowsView& keys, const PositionView& positions,
-                 const Kokkos::View<const float*, MemorySpace>& frequencies, const float* coarse,
-                 const float* fine, const linalg::Matrix& rows) {
-  const std::int64_t pairs = frequencies.extent(0);
-  const std::int64_t items = (pairs + columns_per_item - 1) / columns_per_item;
+                 const KeyTurns& turns, const linalg::Matrix& rows) {
+  const std::int64_t pairs = turns.pairs;
   Kokkos::parallel_for(
-      "kvzap::policy::leverage_rotate_back", PolicyRange(exec, 0, keys.extent(0) * items),
+      "kvzap::policy::leverage_rotate_back", PolicyRange(exec, 0, keys.extent(0) * pairs),
       KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t r = i / items;
-        const std::int64_t first = i % items * columns_per_item;
-        const std::int64_t width =
-            pairs - first < columns_per_item ? pairs - first : columns_per_item;
+        const std::int64_t r = i / pairs;
+        const std::int64_t d = i % pairs;
         const std::int64_t position = positions(r);
-        const float* const a = coarse + position / fine_positions * 2 * pairs + first;
-        const float* const b = fine + position % fine_positions * 2 * pairs + first;
-        const float* const frequency = &frequencies(first);
-        const float* const key = &keys(r, first);
-        float* const row = &rows(r, first);
+        const float* const a = turns.coarse + position / fine_positions * 2 * pairs;
+        const float* const b = turns.fine + position % fine_positions * 2 * pairs;
+        const float frequency = turns.frequencies[d];
         const auto at = static_cast<float>(position);
-        for (std::int64_t d = 0; d < width; ++d) {
-          const float angle = at * frequency[d];
-          const auto error = static_cast<float>(static_cast<double>(angle) -
-                                                static_cast<double>(at) * frequency[d]);
-          const float exact_cosine = a[d] * b[d] - a[pairs + d] * b[pairs + d];
-          const float exact_sine = a[pairs + d] * b[d] + a[d] * b[pairs + d];
-          const float cosine = exact_cosine - error * exact_sine;
-          const float sine = exact_sine + error * exact_cosine;
-          row[d] = key[d] * cosine + key[pairs + d] * sine;
-          row[pairs + d] = key[pairs + d] * cosine - key[d] * sine;
-        }
+        const float angle = at * frequency;
+        const auto error =
+            static_cast<float>(static_cast<double>(angle) - static_cast<double>(at) * frequency);
+        const float exact_cosine = a[d] * b[d] - a[pairs + d] * b[pairs + d];
+        const float exact_sine = a[pairs + d] * b[d] + a[d] * b[pairs + d];
+        const float cosine = exact_cosine - error * exact_sine;
+        const float sine = exact_sine + error * exact_cosine;
+        rows(r, d) = keys(r, d) * cosine + keys(r, pairs + d) * sine;
+        rows(r, pairs + d) = keys(r, pairs + d) * cosine - keys(r, d) * sine;
       });
 }
 
@@ -176,14 +242,23 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
     fill_turns(exec, 0, fine_positions, coarse, frequencies, 1.0 / layer.extents().rope_scale,
                m_turns.data());
     fill_turns(exec, 0, 1, fine_positions, frequencies, 1, fine_turns);
+    const KeyTurns turns{m_turns.data(), fine_turns, frequencies.data(),
+                         static_cast<std::int64_t>(frequencies.extent(0))};
     float* projected = m_projected.data();
     for (int h = 0; h < layer.heads(); ++h) {
       const auto [begin, count] = parts[h];
       if (count == 0) continue;
       const linalg::Matrix keys(m_keys.data(), count, dim);
-      rotate_back(exec, layer.keys(h, begin, count), layer.positions(h, begin, count), frequencies,
-                  m_turns.data(), fine_turns, keys);
-      subtract_mean(exec, m_sums(exec, keys), keys);
+      const RowsView rotated = layer.keys(h, begin, count);
+      const PositionView positions = layer.positions(h, begin, count);
+      if (base::machine().on_host()) {
+        base::reserve_scratch(m_partial, (count / turned_rows + 2) * dim,
+                              "kvzap::policy::leverage_sums");
+        center_on_host(rotated, positions, turns, keys, m_partial.data());
+      } else {
+        rotate_back(exec, rotated, positions, turns, keys);
+        subtract_mean(exec, m_sums(exec, keys), keys);
+      }
       const linalg::Matrix x(projected, n, count);
       linalg::multiply_nt(exec, 1, sketches[h], keys, 0, x);
       linalg::multiply_nt(exec, 1, x, x, 0, linalg::Matrix(device_grams.data() + h * n * n, n, n));

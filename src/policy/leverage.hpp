@@ -53,6 +53,7 @@ class LeverageScores {
  private:
   std::shared_ptr<Sketches> m_sketches;
   ColumnSums m_sums;
+  Kokkos::View<double*, MemorySpace> m_partial;   // sums of slices of rows, and the mean
   Kokkos::View<float*, MemorySpace> m_turns;      // sines and cosines of coarse and fine positions
   Kokkos::View<float*, MemorySpace> m_keys;       // (row, head_dim): before RoPE, minus their mean
   Kokkos::View<float*, MemorySpace> m_projected;  // for all heads: (dimension, row)

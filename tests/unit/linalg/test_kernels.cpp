@@ -203,6 +203,7 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"find_ranges", "RowPolicies.LagKv"},
     {"deviations_of_rows", "RowPolicies.LagKv"},
     {"rank_scores", "RowPolicies.LagKv"},
+    {"turn_key_back", "RowPolicies.Leverage"},
     {"rotate_back", "ExpectedAttention.OfNormalQueriesToCome"},
     {"kvzip_maxima", "KvzipScores.AreThoseOfTheDefinition"},
     {"add_weighted", "SnapKV.ManyRows"},

@@ -251,6 +251,23 @@ KOKKOS_INLINE_FUNCTION void attend_once(float exponential, float factor, float l
   last = position;
 }
 
+// The same for `count` rows, without branches.
+KVZAP_BODY void attend_rows_body(const float* exponentials, float factor, float least,
+                                 std::int64_t position, std::int64_t count, std::int64_t* last,
+                                 std::int64_t* longest) {
+#pragma omp simd
+  for (std::int64_t r = 0; r < count; ++r) {
+    const bool attends = exponentials[r] * factor >= least;
+    const std::int64_t interval = attends ? position - last[r] : 0;
+    longest[r] = interval > longest[r] ? interval : longest[r];
+    last[r] = attends ? position : last[r];
+  }
+}
+KVZAP_KERNEL(void, attend_rows,
+             (const float* exponentials, float factor, float least, std::int64_t position,
+              std::int64_t count, std::int64_t* last, std::int64_t* longest),
+             (exponentials, factor, least, position, count, last, longest))
+
 // first: position of the tile's first token.
 void track_tile(const ExecutionSpace& exec, const Tile& tile, std::int64_t first,
                 const WindowAttention::Recurrence& recurrence) {
@@ -264,11 +281,9 @@ void track_tile(const ExecutionSpace& exec, const Tile& tile, std::int64_t first
                      const std::int64_t begin = slice * reduced_rows;
                      const std::int64_t end = std::min(begin + reduced_rows, tile.rows);
                      for (std::int64_t q = 0; q < tile.queries; ++q) {
-                       const float* const values = tile.logits + q * tile.rows;
-                       for (std::int64_t r = begin; r < end; ++r) {
-                         attend_once(values[r], factors[q], least, first + q / tile.group, last[r],
-                                     longest[r]);
-                       }
+                       attend_rows(tile.logits + q * tile.rows + begin, factors[q], least,
+                                   first + q / tile.group, end - begin, last + begin,
+                                   longest + begin);
                      }
                    });
     return;

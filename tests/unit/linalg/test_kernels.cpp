@@ -208,6 +208,7 @@ const std::multimap<std::string, std::string> tested_elsewhere = {
     {"kvzip_maxima", "KvzipScores.AreThoseOfTheDefinition"},
     {"add_weighted", "SnapKV.ManyRows"},
     {"count_below", "Scissorhands.CountsAttentionBelowTheMean"},
+    {"attend_rows", "LazyEviction.KeepsRowsThatAreAttendedToAgain"},
     {"gelu_and_slope", "TrainKernels.GeluAndItsSlopeAreExactToFloat"},
     {"times_and_sum", "MlpKernels.GradientIsThatOfFiniteDifferencesInDouble"},
     {"sum_of_squares", "MlpKernels.UpdatesAreAdamWsAndClipTheNorm"},

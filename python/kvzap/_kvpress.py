@@ -63,7 +63,6 @@ REFUSED = {
     "MergingPress": "it merges pairs",
     "ComposedPress": "several presses cut one after another: pass one of them",
     "KVComposePress": "kvzap has no such policy; the nearest one is h2o+global",
-    "LUKVPress": "its budgets come from a table for one model; the nearest one is expected-attention+global",
     "BlockPress": "pass the press within it; the result is the same",
     "PerLayerCompressionPress": "its ratios come from a file here: +per-layer:ratios=FILE",
 }
@@ -115,7 +114,7 @@ def _read(press: Any, settings: dict[str, Any], parameters: Mapping[str, object]
     """Returns the policy's text of a press, and adds the pruning's settings. A setting of None excludes the press'."""
     kind = type(press).__name__  # a class derived from it may score otherwise
     if kind not in {*POLICIES, *MODIFIERS, *REFUSED, "DMSPress", "DecodingPress", "PrefillDecodingPress",
-                    "CompressionRatioDecodingPress", "ExpectedAttentionStatsPress"}:
+                    "CompressionRatioDecodingPress", "ExpectedAttentionStatsPress", "LUKVPress"}:
         raise Error(f"{kind}: kvzap has no policy of this name; write its scores as a function for kvzap.ScorePolicy")
     if kind in REFUSED:
         raise Error(f"{kind}: {REFUSED[kind]}")
@@ -140,6 +139,13 @@ def _read(press: Any, settings: dict[str, Any], parameters: Mapping[str, object]
         if len(set(texts)) > 1:
             raise Error(f"{kind}: expected one policy for prefill and decode, found {texts[0]} and {texts[1]}")
         return texts[0]
+    if kind == "LUKVPress":
+        if "curve" not in parameters:
+            raise Error(f"{kind}: its budgets come from a file; expected from_press(press, curve=FILE)")
+        settings["evict-ratio"] = press.compression_ratio
+        rest = {key: value for key, value in parameters.items() if key != "curve"}
+        own = {"curve": parameters["curve"], "sink": press.sink, "window": press.window}
+        return _read(press.press, settings, rest, True) + "+per-head" + _arguments(own)
     if kind in MODIFIERS:
         modifier, fields = MODIFIERS[kind]
         given = {own: getattr(press, field, None) for field, own in fields.items()}
@@ -167,7 +173,7 @@ def from_press(press: Any, **parameters: object) -> Pruning:
 
     press: any press that scores pairs, with wrappers; docs/guide/from-kvpress.md has a table
     parameters: what kvpress downloads and kvzap reads from files: surrogate (KVzapPress), filters (QFilterPress), gates
-        (FastKVzipPress), pattern (DuoAttentionPress), statistics (ExpectedAttentionStatsPress)
+        (FastKVzipPress), pattern (DuoAttentionPress), statistics (ExpectedAttentionStatsPress), curve (LUKVPress)
 
     Raises kvzap.Error, with the reason, for presses that are no eviction of pairs or need more than one reading.
     """

@@ -97,11 +97,9 @@ void set_keep(const Budget* budget, const Budget::Model& model, std::int64_t tok
   extents.evict_ratio = 0;
   if (!budget || !budget->has_amount()) return;
   extents.keep = budget->rows_per_head(model, extents.layer, tokens);
-  extents.evict_ratio =
-      budget->amount == Budget::Amount::evict_ratio && !budget->pyramid
-          ? (budget->layer_ratios.empty() ? budget->evict_ratio
-                                          : budget->layer_ratios.at(extents.layer))
-          : 1 - static_cast<double>(extents.keep) / static_cast<double>(tokens);
+  extents.evict_ratio = budget->amount == Budget::Amount::evict_ratio && !budget->pyramid
+                            ? budget->ratio_of(extents.layer)
+                            : 1 - static_cast<double>(extents.keep) / static_cast<double>(tokens);
 }
 
 void DecoderLayer::show(const PolicyStep& step, SequenceId sequence, int layer,

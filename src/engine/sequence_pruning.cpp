@@ -21,6 +21,7 @@ Budget decode_budget(const Budget& context, const Pruning::DecodeCuts& cuts) {
   budget.keep_tokens = cuts.keep.value_or(0);
   budget.evict_ratio = cuts.evict_ratio.value_or(0);
   budget.layer_ratios.clear();
+  budget.head_ratios = nullptr;
   return budget;
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <kvzap/engine/budget.hpp>
 #include <limits>
+#include <numeric>
 
 #include "base/kokkos_compat.hpp"
 #include "files/counted.hpp"
@@ -30,11 +31,6 @@ std::int64_t at_least_one(std::int64_t kept, std::int64_t n) {
   return std::min(n, std::max<std::int64_t>(1, kept));
 }
 
-double ratio_of(const Budget& budget, int layer) {
-  return budget.layer_ratios.empty() ? budget.evict_ratio
-                                     : budget.layer_ratios.at(static_cast<std::size_t>(layer));
-}
-
 std::int64_t rows_of_bytes(const Budget& budget, const Budget::Model& model) {
   return budget.bytes / model.row_bytes;
 }
@@ -51,7 +47,7 @@ double mean_rows(const Budget& budget, const Budget::Model& model, int layer, st
     case Budget::Amount::none:
       return n;
     case Budget::Amount::evict_ratio:
-      return n * (1 - ratio_of(budget, layer));
+      return n * (1 - budget.ratio_of(layer));
     case Budget::Amount::keep_tokens:
       return static_cast<double>(std::min(tokens, budget.keep_tokens));
     case Budget::Amount::bytes: {
@@ -95,7 +91,7 @@ std::int64_t pyramid_rows(const Budget& budget, const Budget::Model& model, int 
 
 // Rows that a pool of `pool_rows` rows keeps, as a fraction of its own size.
 std::int64_t kept_of_pool(const Budget& budget, int layer, std::int64_t pool_rows) {
-  const double evicted = static_cast<double>(pool_rows) * ratio_of(budget, layer);
+  const double evicted = static_cast<double>(pool_rows) * budget.ratio_of(layer);
   return pool_rows - static_cast<std::int64_t>(evicted);
 }
 
@@ -104,7 +100,7 @@ std::int64_t groups_kept(const Budget& budget, const Budget::Model& model, int l
                          std::int64_t tokens) {
   const std::int64_t groups = (tokens + budget.group - 1) / budget.group;
   if (budget.amount == Budget::Amount::evict_ratio && !budget.pyramid) {
-    return at_least_one(kept_share(groups, ratio_of(budget, layer)), groups);
+    return at_least_one(kept_share(groups, budget.ratio_of(layer)), groups);
   }
   const std::int64_t rows =
       budget.pyramid ? pyramid_rows(budget, model, layer, tokens)
@@ -132,6 +128,11 @@ void check(const Budget& budget) {
   if (!budget.by_layer() && (budget.pyramid || !budget.layer_ratios.empty())) {
     throw Error("budget: layers that compete cannot have budgets of their own");
   }
+  if (budget.head_ratios &&
+      (competes || budget.amount != Budget::Amount::evict_ratio || !budget.layer_ratios.empty() ||
+       budget.pyramid || budget.chunk != 0 || budget.group != 0)) {
+    throw Error("budget: heads with evict ratios of their own cannot share another budget");
+  }
 }
 
 Segment segment_of(const ScoredLayer& layer, int head, std::int64_t begin, std::int64_t end) {
@@ -145,22 +146,63 @@ Segment segment_of(const ScoredLayer& layer, int head, std::int64_t begin, std::
   return segment;
 }
 
+// (head of the model): rows that stay.
+std::vector<std::int64_t> rows_by_head(const Budget& budget, const Budget::Model& model, int layer,
+                                       std::int64_t tokens) {
+  const std::int64_t rows = budget.rows_per_head(model, layer, tokens);
+  if (budget.head_ratios) return budget.head_ratios->rows(budget.evict_ratio, layer, tokens);
+  return std::vector<std::int64_t>(static_cast<std::size_t>(model.kv_heads), rows);
+}
+
+// Rows of a head, and how many of them stay.
+struct Part {
+  std::int64_t begin, end, keep;
+};
+
+// The parts of a head of `rows` rows, each with its own budget.
+std::vector<Part> parts_of(const Budget& budget, const Budget::Model& model, int layer,
+                           std::int64_t tokens, std::int64_t rows) {
+  std::vector<Part> parts;
+  for (std::int64_t begin = 0; begin < rows; begin += budget.chunk) {
+    const std::int64_t end = std::min(rows, begin + budget.chunk);
+    parts.push_back({begin, end, budget.rows_of_part(model, layer, tokens, rows, begin, end)});
+  }
+  return parts;
+}
+
+// The parts of a head of which `keep` rows stay: sinks and window, oldest first, then the best of
+// the others.
+std::vector<Part> protected_parts(const HeadRatios& ratios, std::int64_t rows, std::int64_t keep) {
+  const std::int64_t sink = std::min(ratios.sink, rows);
+  const std::int64_t window = std::max(sink, rows - ratios.window);
+  const std::int64_t first = std::min(sink, keep);
+  const std::int64_t last = std::min(rows - window, keep - first);
+  return {{0, first, first},
+          {first, sink, 0},
+          {sink, window, keep - first - last},
+          {window, window + last, last},
+          {window + last, rows, 0}};
+}
+
 // Chooses rows in every head, or in every part of a head, by itself.
 void choose_by_head(const ExecutionSpace& exec, const Budget& budget, const Budget::Model& model,
                     std::int64_t tokens, const std::vector<ScoredLayer>& layers) {
   std::vector<Segment> segments;
   std::vector<std::int64_t> keep;
   for (const ScoredLayer& layer : layers) {
-    const std::int64_t rows_per_head = budget.rows_per_head(model, layer.layer, tokens);
+    const std::vector<std::int64_t> rows_of_heads =
+        rows_by_head(budget, model, layer.layer, tokens);
     for (std::size_t h = 0; h < layer.heads.size(); ++h) {
       const std::int64_t rows = layer.rows[h];
-      const std::int64_t part = budget.chunk != 0 ? budget.chunk : rows;
-      for (std::int64_t begin = 0; begin < rows; begin += part) {
-        const std::int64_t end = std::min(rows, begin + part);
-        segments.push_back(segment_of(layer, static_cast<int>(h), begin, end));
-        keep.push_back(budget.chunk != 0
-                           ? budget.rows_of_part(model, layer.layer, tokens, rows, begin, end)
-                           : std::min(rows, rows_per_head));
+      const std::int64_t kept =
+          std::min(rows, rows_of_heads.at(static_cast<std::size_t>(layer.heads[h])));
+      std::vector<Part> parts = {{0, rows, kept}};
+      if (budget.chunk != 0) parts = parts_of(budget, model, layer.layer, tokens, rows);
+      if (budget.head_ratios) parts = protected_parts(*budget.head_ratios, rows, kept);
+      for (const Part& part : parts) {
+        if (part.end == part.begin) continue;
+        segments.push_back(segment_of(layer, static_cast<int>(h), part.begin, part.end));
+        keep.push_back(part.keep);
       }
     }
   }
@@ -384,14 +426,30 @@ std::string Budget::text() const {
   return "unknown";
 }
 
+double Budget::ratio_of(int layer) const {
+  if (head_ratios) {
+    const std::vector<float> ratios = head_ratios->of_layer(evict_ratio, layer);
+    return std::accumulate(ratios.begin(), ratios.end(), 0.0) / static_cast<double>(ratios.size());
+  }
+  return layer_ratios.empty() ? evict_ratio : layer_ratios.at(static_cast<std::size_t>(layer));
+}
+
 std::int64_t Budget::rows_per_head(const Model& model, int layer, std::int64_t tokens) const {
   if (tokens <= 0) return 0;
+  if (head_ratios) {
+    if (head_ratios->heads != model.kv_heads) {
+      throw Error(fmt::format("budget: there are evict ratios of {} heads; the model has {}",
+                              head_ratios->heads, model.kv_heads));
+    }
+    const std::vector<std::int64_t> rows = head_ratios->rows(evict_ratio, layer, tokens);
+    return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) / model.kv_heads;
+  }
   if (group != 0 && spiky == 0 && tokens >= group) {
     return std::min(tokens, groups_kept(*this, model, layer, tokens) * group);
   }
   if (pyramid) return pyramid_rows(*this, model, layer, tokens);
   if (amount == Amount::evict_ratio && chunk != 0) {
-    const double ratio = ratio_of(*this, layer);
+    const double ratio = ratio_of(layer);
     const std::int64_t last = tokens % chunk;
     return tokens / chunk * at_least_one(kept_share(chunk, ratio), chunk) +
            at_least_one(kept_share(last, ratio), last);
@@ -408,7 +466,7 @@ std::int64_t Budget::rows_of_part(const Model& model, int layer, std::int64_t to
                                   std::int64_t rows, std::int64_t begin, std::int64_t end) const {
   if (rows <= 0 || end <= begin) return 0;
   if (rows == tokens && amount == Amount::evict_ratio && !pyramid) {
-    return at_least_one(kept_share(end - begin, ratio_of(*this, layer)), end - begin);
+    return at_least_one(kept_share(end - begin, ratio_of(layer)), end - begin);
   }
   // Splits the rows that the head keeps evenly over its parts.
   const std::int64_t kept = std::min(rows, rows_per_head(model, layer, tokens));

@@ -184,6 +184,14 @@ PolicyArguments read_arguments(const PolicyText::Part& part, const std::string& 
   return PolicyArguments(std::move(values));
 }
 
+void check_alone(const PolicySpec& spec) {
+  if (spec.modifiers.size() < 2 || !spec.has_modifier(&ModifierInfo::is_alone)) return;
+  const std::size_t alone = spec.modifiers[0].first->is_alone ? 0 : 1;
+  throw Error(fmt::format("modifier {} gives each head its own rows: it excludes modifier {}",
+                          spec.modifiers[alone].first->name,
+                          spec.modifiers[1 - alone].first->name));
+}
+
 PolicySpec parse_as(const PolicyText& text, Completeness completeness) {
   PolicySpec spec;
   spec.text = text.text();
@@ -220,6 +228,7 @@ PolicySpec parse_as(const PolicyText& text, Completeness completeness) {
   // All infos lie in one vector, so their addresses have its order.
   std::sort(spec.modifiers.begin(), spec.modifiers.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
+  check_alone(spec);
   return spec;
 }
 

@@ -79,9 +79,9 @@ const std::vector<ModifierInfo>& modifiers() {
   // Order of application: modifiers of the amount, of the pools that share it, of scores, and of
   // the rows that stay. Each modifier sees the settings of those before it.
   static const std::vector<ModifierInfo> all = {
-      policy::dms(),      policy::per_layer(), policy::pyramid(),  //
-      policy::ada(),      policy::global(),                        //
-      policy::critical(), policy::chunk(),     policy::chunkkv(),  //
+      policy::dms(),      policy::per_layer(), policy::per_head(), policy::pyramid(),  //
+      policy::ada(),      policy::global(),                                            //
+      policy::critical(), policy::chunk(),     policy::chunkkv(),                      //
       policy::kvcrush(),  policy::rerotate(),
   };
   return all;

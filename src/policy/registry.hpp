@@ -43,6 +43,7 @@ ModifierInfo ada();
 ModifierInfo pyramid();
 ModifierInfo global();
 ModifierInfo per_layer();
+ModifierInfo per_head();
 ModifierInfo critical();
 ModifierInfo chunk();
 ModifierInfo chunkkv();

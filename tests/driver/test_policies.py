@@ -20,7 +20,7 @@ POLICIES = {
     "snapkv", "tova", "h2o", "scissorhands", "pyramidkv", "expected-attention", "non-causal", "simlayerkv",
     "finch", "kvzap", "fastkvzip", "trim-kv", "duo-attention",
 }
-MODIFIERS = {"ada", "pyramid", "global", "per-layer", "critical", "chunk", "chunkkv", "kvcrush", "dms", "rerotate"}
+MODIFIERS = {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk", "chunkkv", "kvcrush", "dms", "rerotate"}
 
 
 def policies(*arguments, **options):
@@ -184,6 +184,9 @@ class Options(TestCase):
         ratios = self.folder / "ratios"
         ratios.write_text("0.9 0.9 0.9 0.1 0.1 0.1")
         self.assertEqual(plan("--policy", f"snapkv+per-layer:ratios={ratios}")["total"]["kv_kept_bytes"], 500 * row)
+        heads = self.folder / "heads.json"
+        heads.write_text(json.dumps([[0.9] * HEADS] * 3 + [[0.1] * HEADS] * 3))
+        self.assertEqual(plan("--policy", f"snapkv+per-head:ratios={heads}")["total"]["kv_kept_bytes"], 500 * row)
         planned = plan("--policy", "snapkv+chunkkv:length=100", "--keep-tokens", "199")
         self.assertEqual(planned["total"]["kv_kept_bytes"], 100 * row)
         self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--policy", "snapkv+chunkkv:length=100",
@@ -191,6 +194,28 @@ class Options(TestCase):
 
 
 class Budgets(TestCase):
+    def test_heads(self):
+        ratios = [[(layer * HEADS + head) / 25 for head in range(HEADS)] for layer in range(LAYERS)]
+        file = self.folder / "heads.json"
+        file.write_text(json.dumps(ratios))
+        placement = self.folder / "placement"
+        placement.write_text(json.dumps({"context": {"kept_rows": [[1000 if head == layer % HEADS else 1 for head in range(HEADS)]
+                                                                   for layer in range(LAYERS)]}}))
+        found = []
+        for ranks, flags in ((0, []), (2, []), (3, []), (4, ["--placement", placement])):
+            for prefill in ([], ["--prefill", "sparse", "--chunk", "64"]):
+                report = self.report(*ASK, "--policy", f"snapkv+per-head:ratios={file}", "-n", "2", *flags, *prefill, ranks=ranks)
+                found.append(report["context"]["kept_rows"])
+        for of_layer, kept in zip(ratios, found[0]):
+            shares = [TOKENS * (1 - ratio) for ratio in of_layer]
+            self.assertTrue(all(abs(rows - share) < 1 for rows, share in zip(kept, shares)), (kept, shares))
+            self.assertEqual(sum(kept), round(sum(shares)))
+        for other in found[1:]:
+            self.assertEqual(other, found[0])
+        file.write_text("[[0.5]]")
+        result = kvzap(*ASK, "--policy", f"knorm+per-head:ratios={file}", ranks=2)
+        self.fail_with(result, f"{file}: shape: expected ({LAYERS}, {HEADS})")
+
     def rows(self, report, cache=None):
         return {rows for layer in (cache or report["context"])["kept_rows"] for rows in layer}
 

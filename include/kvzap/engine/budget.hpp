@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/types.hpp>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,30 @@ struct ScoredLayer {
   Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace> scores;
   /// (head on this rank, row): 1 where the row stays. Same extents as the scores.
   Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace> keep;
+};
+
+/// The share of its rows that each head loses ("per-head", LU-KV, arXiv 2602.08585).
+struct HeadRatios {
+  /// Tables of a curve: for the evict ratios 0.01 … 0.99 of the model.
+  static constexpr int curve_tables = 99;
+
+  int layers = 0;  // of the model
+  int heads = 0;   // KV heads of a layer
+  /// (table, layer, head): evict ratios in [0, 1]. There is one table, or curve_tables.
+  std::vector<float> ratios;
+  /// First and last rows of each head. They stay before all its other rows.
+  std::int64_t sink = 0, window = 0;
+
+  bool is_curve() const {
+    return ratios.size() > static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads);
+  }
+  /// Returns the ratios (head) of a layer. A curve's table is the one for round(100 evict_ratio),
+  /// halves to even; a curve evicts nothing if `evict_ratio` is 0.
+  std::vector<float> of_layer(double evict_ratio, int layer) const;
+  /// Returns the rows (head) that stay of `tokens`. Rounds as kvpress' LUKVPress: the heads keep
+  /// the rounded sum of their shares together, and the largest fractions round up; each head keeps
+  /// at least one row.
+  std::vector<std::int64_t> rows(double evict_ratio, int layer, std::int64_t tokens) const;
 };
 
 /// The number of rows that stay: the best rows of a pool. Counts follow kvpress: a head of n tokens
@@ -48,6 +73,9 @@ struct Budget {
   bool counts_pools = false;
   /// Evict ratio of each layer; empty: the same for all layers ("per-layer").
   std::vector<double> layer_ratios;
+  /// Evict ratios of each head; null: heads do not differ. Needs Amount::evict_ratio, Pool::head
+  /// and none of the fields below.
+  std::shared_ptr<const HeadRatios> head_ratios;
   /// Whether the budget decreases with depth ("pyramid", arXiv 2406.02069), from 1 - 1/beta above
   /// the mean to the same amount below it. The decrease excludes `pyramid_window` rows.
   bool pyramid = false;
@@ -83,8 +111,10 @@ struct Budget {
   std::string text() const;
   /// Returns whether the rows of a layer can be chosen without the scores of other layers.
   bool by_layer() const { return pool != Pool::model; }
+  /// Returns the evict ratio of a layer, of its heads the mean. Needs Amount::evict_ratio.
+  double ratio_of(int layer) const;
   /// Returns the rows that a head of `layer` keeps when its sequence has seen `tokens` tokens; at
-  /// most `tokens`. Where heads compete this is the mean over heads, rounded down. Throws Error
+  /// most `tokens`. Where heads differ this is the mean over heads, rounded down. Throws Error
   /// that names the smallest possible budget if this one is smaller.
   std::int64_t rows_per_head(const Model& model, int layer, std::int64_t tokens) const;
   /// Returns the number of rows that stay of the rows [begin, end) of a head with `rows` rows. This

@@ -22,7 +22,7 @@ TEST(BudgetOverRanks, DoesNotDependOnPlacement) {
   Budget half;
   half.amount = Budget::Amount::evict_ratio;
   half.evict_ratio = 0.6;
-  std::vector<Budget> budgets(8, half);
+  std::vector<Budget> budgets(9, half);
   budgets[1].pool = Budget::Pool::layer;
   budgets[2].pool = Budget::Pool::model;
   budgets[2].safeguard = 0;
@@ -35,6 +35,15 @@ TEST(BudgetOverRanks, DoesNotDependOnPlacement) {
   budgets[6].pyramid = true;
   budgets[6].pyramid_window = 10;
   budgets[6].pool = Budget::Pool::layer;
+  HeadRatios ratios;
+  ratios.layers = model.layers;
+  ratios.heads = model.kv_heads;
+  for (int i = 0; i < model.layers * model.kv_heads; ++i) {
+    ratios.ratios.push_back(static_cast<float>(i * 37 % 101) / 101);
+  }
+  ratios.sink = 3;
+  ratios.window = 2;
+  budgets[8].head_ratios = std::make_shared<const HeadRatios>(ratios);
   for (std::size_t b = 0; b < budgets.size(); ++b) {
     for (const int kind : {0, 1, 2, 3}) {
       const auto heads =

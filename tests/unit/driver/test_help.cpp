@@ -125,8 +125,8 @@ TEST(PoliciesCommand, ListsNames) {
   for (const std::string& name : test::policy_names()) {
     EXPECT_TRUE(has(text, "^  " + name + " ")) << name;
   }
-  for (const char* name : {"ada", "pyramid", "global", "per-layer", "critical", "chunk", "chunkkv",
-                           "dms", "rerotate"}) {
+  for (const char* name : {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk",
+                           "chunkkv", "dms", "rerotate"}) {
     EXPECT_TRUE(has(text, std::string("^  \\+") + name + " ")) << name;
   }
   EXPECT_TRUE(has(text, "arXiv 2404.14469"));

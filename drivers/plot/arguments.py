@@ -50,6 +50,8 @@ def parser():
     kept = add("kept", plot_kept, "share of rows that every KV head of every layer kept", "RUN.json|CACHE.h5")
     kept.add_argument("--when", choices=("context", "end"), default="context",
                       help="after the context, or after the last answer (default: %(default)s)")
+    kept.add_argument("--ratios", metavar="FILE", help="also write the mean evict ratio of every KV head over all files, as "
+                      "JSON for the modifier +per-head:ratios=FILE")
     positions = add("positions", plot_positions,
                     "which positions of the text each layer kept, as the share of its KV heads that did", "CACHE.h5")
     positions.add_argument("--bins", type=int, default=400, help="columns of the image (default: %(default)s)")

@@ -1,9 +1,11 @@
 """`kvzap-plot kept`: the share of rows that every KV head kept."""
+import contextlib
 import json
 import math
+import os
 import pathlib
 
-from .errors import expect, integers
+from .errors import PlotError, expect, integers
 from .files import HDF5_BEGIN, begins_with, read_report
 from .snapshot_file import Snapshot, keep_ratios
 from .style import name_ticks
@@ -52,8 +54,34 @@ def kept_shares(report, file, when):
     return [[row / tokens for row in heads] for heads in rows], tokens
 
 
+def mean_ratios(named):
+    """Mean evict ratio of every head, (layer, KV head), over runs given as (name, shares)."""
+    def sizes(shares):
+        return f"{len(shares)} layers of {len(shares[0])} KV heads"
+
+    first_name, first = named[0]
+    for name, shares in named:
+        expect(sizes(shares) == sizes(first), name, "kept_rows", f"{sizes(first)} as in {first_name}", sizes(shares))
+    return [[round(min(1, max(0, 1 - sum(shares) / len(named))), 6) for shares in zip(*heads)]
+            for heads in zip(*(shares for _, shares in named))]
+
+
+def write_ratios(ratios, file):
+    """Writes the file of +per-head:ratios=FILE, a line for each layer."""
+    try:
+        pathlib.Path(file).write_text("[" + ",\n ".join(map(json.dumps, ratios)) + "]\n", encoding="utf-8")
+    except OSError as error:
+        raise PlotError(f"{file}: {error.strerror or error}") from None
+
+
 def plot_kept(options, pyplot):
     runs = [Kept(file, options.when) for file in options.files]
+    if options.ratios:
+        for file in options.files:
+            with contextlib.suppress(OSError):
+                if os.path.samefile(file, options.ratios):
+                    raise PlotError(f"--ratios: {options.ratios}: is the input {file} too")
+        write_ratios(mean_ratios([(file, run.shares) for file, run in zip(options.files, runs)]), options.ratios)
     layers, heads = (max(len(sizes) for sizes in of_all) for of_all in zip(*((r.shares, r.shares[0]) for r in runs)))
     # Runs of models with other layers, or layers left out, cannot share an axis.
     share = len({len(run.shares) for run in runs}) == 1

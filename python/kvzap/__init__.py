@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from . import _threads, plot  # _threads loads the engine
 from ._errors import Error, OutOfMemory, PruningError
 from ._evaluate import Evaluation, evaluate
+from ._head_ratios import head_ratios
 from ._kvpress import Press, from_press, press
 from ._kvzap import PolicyLayer, Pruning, ScorePolicy, add_policy
 from ._llm import LLM, Session
@@ -26,8 +27,8 @@ if _TYPE_CHECKING:
     from ._transformers import Cache
 
 __all__ = ["LLM", "Cache", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Press", "Pruning", "PruningError",
-           "Report", "Sample", "ScorePolicy", "Session", "Snapshot", "add_policy", "evaluate", "from_press", "open_snapshot", "plot",
-           "press", "recall_samples", "serve", "train_end_to_end"]
+           "Report", "Sample", "ScorePolicy", "Session", "Snapshot", "add_policy", "evaluate", "from_press", "head_ratios",
+           "open_snapshot", "plot", "press", "recall_samples", "serve", "train_end_to_end"]
 
 
 def __getattr__(name: str) -> object:

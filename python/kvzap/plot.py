@@ -69,7 +69,7 @@ def scores(file: Path, **options: object) -> Figure | dict[str, Figure]:
 
 
 def kept(*files: Path, **options: object) -> Figure | dict[str, Figure]:
-    """Share of rows that every KV head keeps, of reports or snapshots. when: "context" or "end"."""
+    """Share of rows that every KV head keeps, of reports or snapshots. when: "context" or "end"; ratios: a file for +per-head."""
     return _draw("kept", files, options)
 
 

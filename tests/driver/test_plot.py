@@ -87,6 +87,23 @@ class Plots(PlotCase):
         self.assertEqual(svg, self.expect_image("again.svg", "kept", report))
         self.assertTrue(self.expect_image("end.png", "kept", report, report, "--when", "end").startswith(b"\x89PNG"))
 
+    def test_ratios_of_heads(self):
+        def report(name, tokens, rows):
+            file = self.folder / name
+            file.write_text(json.dumps({"format": "kvzap.run", "format_version": 1, "answers": [],
+                                        "context": {"tokens": tokens, "kept_rows": rows}}))
+            return file
+
+        files = report("a.json", 10, [[5, 10], [0, 2]]), report("b.json", 20, [[15, 20], [10, 7]])
+        ratios = self.folder / "heads.json"
+        self.expect_image("kept.svg", "kept", *files, "--ratios", ratios)
+        self.assertEqual(json.loads(ratios.read_text()), [[0.375, 0], [0.75, 0.725]])
+        self.expect_error("--ratios", "is the input", arguments=["kept", *files, "--ratios", files[1]])
+        self.expect_error("No such file", arguments=["kept", *files, "--ratios", self.folder / "no" / "f"])
+        other = report("c.json", 20, [[15, 20, 3], [10, 7, 3]])
+        self.expect_error("c.json: kept_rows: expected 2 layers of 2 KV heads as in", "found 2 layers of 3 KV heads",
+                          arguments=["kept", files[0], other, "--ratios", ratios])
+
     @unittest.skipUnless(HAVE_HDF5 and HAVE_H5PY, "needs HDF5 and h5py")
     def test_positions(self):
         snapshot = self.folder / "cache.h5"

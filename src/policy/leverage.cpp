@@ -10,6 +10,7 @@
 #include "linalg/host/row_kernels.hpp"
 #include "policy/inverse_factor.hpp"
 #include "policy/registry.hpp"
+#include "policy/row_products.hpp"
 
 namespace kvzap::policy {
 namespace {
@@ -136,26 +137,12 @@ void subtract_mean(const ExecutionSpace& exec, const ColumnSums::Sums& sums,
       });
 }
 
-// scores(head, begin + r) = sum_k x(k, r)^2
-void sum_squares(const ExecutionSpace& exec, const linalg::ConstMatrix& x, int head,
-                 std::int64_t begin, const Policy::ScoreView& scores) {
-  const std::int64_t dimension = x.extent(0);
-  const std::int64_t rows = x.extent(1);
+// scores(head, begin + r) = norms(r)^2
+void square_norms(const ExecutionSpace& exec, const Kokkos::View<float*, MemorySpace>& norms,
+                  const RowPart& part, int head, const Policy::ScoreView& scores) {
   Kokkos::parallel_for(
-      "kvzap::policy::leverage_squares",
-      PolicyRange(exec, 0, (rows + columns_per_item - 1) / columns_per_item),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t first = i * columns_per_item;
-        const std::int64_t width =
-            rows - first < columns_per_item ? rows - first : columns_per_item;
-        float sums[columns_per_item];
-        for (float& sum : sums) sum = 0;
-        for (std::int64_t k = 0; k < dimension; ++k) {
-          const float* const values = &x(k, first);
-          for (std::int64_t r = 0; r < width; ++r) sums[r] += values[r] * values[r];
-        }
-        for (std::int64_t r = 0; r < width; ++r) scores(head, begin + first + r) = sums[r];
-      });
+      "kvzap::policy::leverage_squares", PolicyRange(exec, 0, part.count),
+      KOKKOS_LAMBDA(std::int64_t r) { scores(head, part.begin + r) = norms(r) * norms(r); });
 }
 
 // Returns the inverse factor of each of `heads` Gram matrices (n, n), one after the other, with the
@@ -237,6 +224,7 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
     base::reserve_scratch(m_keys, most * dim, "kvzap::policy::leverage_keys");
     base::reserve_scratch(m_projected, all * n, "kvzap::policy::leverage_projected");
     base::reserve_scratch(m_solved, most * n, "kvzap::policy::leverage_solved");
+    base::reserve_scratch(m_norms, most, "kvzap::policy::leverage_norms");
     float* const fine_turns = m_turns.data() + coarse * dim;
     // Rotates keys back and removes RoPE's factor from them.
     fill_turns(exec, 0, fine_positions, coarse, frequencies, 1.0 / layer.extents().rope_scale,
@@ -259,9 +247,9 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
         rotate_back(exec, rotated, positions, turns, keys);
         subtract_mean(exec, m_sums(exec, keys), keys);
       }
-      const linalg::Matrix x(projected, n, count);
-      linalg::multiply_nt(exec, 1, sketches[h], keys, 0, x);
-      linalg::multiply_nt(exec, 1, x, x, 0, linalg::Matrix(device_grams.data() + h * n * n, n, n));
+      const linalg::Matrix x(projected, count, n);
+      linalg::multiply_nt(exec, 1, keys, sketches[h], 0, x);
+      linalg::multiply_tn(exec, 1, x, x, 0, linalg::Matrix(device_grams.data() + h * n * n, n, n));
       projected += n * count;
     }
     Kokkos::deep_copy(exec, host_grams, device_grams);
@@ -277,10 +265,11 @@ void LeverageScores::operator()(PolicyLayer& layer, const std::vector<RowPart>& 
   for (int h = 0; h < layer.heads(); ++h) {
     const auto [begin, count] = parts[h];
     if (count == 0) continue;
-    const linalg::Matrix solved(m_solved.data(), n, count);
-    linalg::multiply_nn(exec, 1, linalg::ConstMatrix(device_grams.data() + h * n * n, n, n),
-                        linalg::ConstMatrix(projected, n, count), 0, solved);
-    sum_squares(exec, solved, h, begin, scores);
+    const linalg::Matrix solved(m_solved.data(), count, n);
+    linalg::multiply_nt(exec, 1, linalg::ConstMatrix(projected, count, n),
+                        linalg::ConstMatrix(device_grams.data() + h * n * n, n, n), 0, solved);
+    row_norms(exec, solved, m_norms.data());
+    square_norms(exec, m_norms, parts[h], h, scores);
     projected += n * count;
   }
 }

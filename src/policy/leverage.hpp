@@ -56,8 +56,9 @@ class LeverageScores {
   Kokkos::View<double*, MemorySpace> m_partial;   // sums of slices of rows, and the mean
   Kokkos::View<float*, MemorySpace> m_turns;      // sines and cosines of coarse and fine positions
   Kokkos::View<float*, MemorySpace> m_keys;       // (row, head_dim): before RoPE, minus their mean
-  Kokkos::View<float*, MemorySpace> m_projected;  // for all heads: (dimension, row)
-  Kokkos::View<float*, MemorySpace> m_solved;     // (dimension, row)
+  Kokkos::View<float*, MemorySpace> m_projected;  // for all heads: (row, dimension)
+  Kokkos::View<float*, MemorySpace> m_solved;     // (row, dimension)
+  Kokkos::View<float*, MemorySpace> m_norms;      // (row)
 };
 
 }  // namespace kvzap::policy

@@ -14,6 +14,9 @@ using ConstMatrix = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace
 using Vector = Kokkos::View<float*, MemorySpace>;
 using ConstVector = Kokkos::View<const float*, MemorySpace>;
 
+// On hosts with AVX-512 oneDNN, if the build has it, computes products of a million terms or more.
+// A BLAS or Kokkos Kernels computes the others.
+
 /// c (m, n) = alpha * a (m, k) * b (n, k)^T + beta * c
 void multiply_nt(const ExecutionSpace& exec, float alpha, const ConstMatrix& a,
                  const ConstMatrix& b, float beta, const Matrix& c);

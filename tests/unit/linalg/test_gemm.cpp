@@ -568,6 +568,16 @@ TEST(Multiply, PartsOfWiderMatrices) {
   }
 }
 
+// Hosts with AVX-512 leave these to oneDNN.
+TEST(Multiply, AMillionTerms) {
+  for (Form form : {Form::nt, Form::nn, Form::tn}) {
+    for (int margin : {0, 3}) {
+      check_multiply(64, 144, 129, form, 1, 0, margin);
+      check_multiply(64, 144, 129, form, -1.5f, 0.5f, margin);
+    }
+  }
+}
+
 TEST(Multiply, EmptyResult) {
   for (Form form : {Form::nt, Form::nn, Form::tn}) {
     check_multiply(0, 5, 4, form, 1, 0, 0);

@@ -62,7 +62,7 @@ REFUSED = {
     "CAMPress": "it merges pairs",
     "MergingPress": "it merges pairs",
     "ComposedPress": "several presses cut one after another: pass one of them",
-    "KVComposePress": "kvzap has no such policy; the nearest one is h2o+global",
+    "KVComposePress": "the model reads the context twice: use kvzap.LLM with the policy kvcompose",
     "BlockPress": "pass the press within it; the result is the same",
     "PerLayerCompressionPress": "its ratios come from a file here: +per-layer:ratios=FILE",
 }

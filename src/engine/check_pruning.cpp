@@ -50,7 +50,7 @@ void check_for_engine(const LoadedPruning& pruning, bool has_scorer, const Model
   check_layers(pruning, config);
   if (!pruning.prunes() || !pruning.policy) return;
   const PolicyChoice& choice = *pruning.policy;
-  if (choice.info->repeats_context &&
+  if (choice.info->repeats_context && !choice.repeat.is_bare &&
       (choice.repeat.first.empty() || choice.repeat.later.empty())) {
     throw Error(fmt::format(
         "policy {}: nothing asks the model to repeat the context (PolicyChoice::repeat is empty)",

@@ -16,7 +16,7 @@ namespace {
 
 bool asks_alike(const RepeatPrompt& a, const RepeatPrompt& b) {
   return a.first == b.first && a.later == b.later && a.suffix == b.suffix && a.prefix == b.prefix &&
-         a.chunk == b.chunk && a.overlap == b.overlap;
+         a.chunk == b.chunk && a.overlap == b.overlap && a.is_bare == b.is_bare;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "files/counted.hpp"
+#include "policy/composite.hpp"
 #include "policy/divided_groups.hpp"
 #include "policy/segments.hpp"
 
@@ -127,6 +128,9 @@ void check(const Budget& budget) {
   }
   if (!budget.by_layer() && (budget.pyramid || !budget.layer_ratios.empty())) {
     throw Error("budget: layers that compete cannot have budgets of their own");
+  }
+  if (budget.is_composite && budget.pool != Budget::Pool::model) {
+    throw Error("budget: composite tokens compete over all layers");
   }
   if (budget.head_ratios &&
       (competes || budget.amount != Budget::Amount::evict_ratio || !budget.layer_ratios.empty() ||
@@ -266,6 +270,38 @@ void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const 
     judge(exec, marking);
   }
   policy::select(exec, comm, pools, orders, keep, segments);
+  judge(exec, segments);
+}
+
+// Chooses rows whose places in the order of their heads compete, so that all heads of a layer keep
+// the same number.
+void choose_composite(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
+                      const Budget::Model& model, std::int64_t tokens,
+                      const std::vector<ScoredLayer>& layers) {
+  std::vector<policy::CompositeScores> scores;
+  std::int64_t keep = 0;
+  for (const ScoredLayer& layer : layers) {
+    scores.push_back(policy::composite_scores(exec, comm, layer, model.kv_heads));
+    keep += budget.rows_per_head(model, layer.layer, tokens);
+  }
+  const bool by_ratio = budget.amount == Budget::Amount::evict_ratio;
+  if (by_ratio) {
+    const std::int64_t all = model.layers * tokens;
+    keep = at_least_one(kept_share(all, budget.evict_ratio), all);
+  } else if (budget.amount == Budget::Amount::bytes) {
+    keep = rows_of_bytes(budget, model) / model.kv_heads;
+  }
+  const std::vector<std::int64_t> rows_of_layers =
+      policy::composite_rows(std::move(scores), keep, !by_ratio);
+  std::vector<Segment> segments;
+  std::vector<std::int64_t> kept;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
+      segments.push_back(segment_of(layers[l], static_cast<int>(h), 0, layers[l].rows[h]));
+      kept.push_back(std::min(layers[l].rows[h], rows_of_layers[l]));
+    }
+  }
+  select_alone(exec, kept, segments);
   judge(exec, segments);
 }
 
@@ -486,6 +522,8 @@ void Budget::choose(const ExecutionSpace& exec, const Communicator& comm, const 
     for (const ScoredLayer& layer : layers) {
       choose_groups(exec, comm, *this, model, tokens, layer);
     }
+  } else if (is_composite) {
+    choose_composite(exec, comm, *this, model, tokens, layers);
   } else if (pool == Pool::head) {
     choose_by_head(exec, *this, model, tokens, layers);
   } else {

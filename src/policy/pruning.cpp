@@ -383,9 +383,10 @@ LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
   }
   PolicyChoice choice = make_policy(spec, pruning.budget(), pruning.amount.threshold, setup);
   if (repeat && spec.info->repeats_context) {
-    const std::int64_t chunk = choice.repeat.chunk;  // the policy's
+    const RepeatPrompt own = choice.repeat;  // the policy's
     choice.repeat = *repeat;
-    choice.repeat.chunk = chunk;
+    choice.repeat.chunk = own.chunk;
+    choice.repeat.is_bare = own.is_bare;
   }
   return {pruning, std::make_shared<const PolicyChoice>(std::move(choice))};
 }

@@ -46,6 +46,7 @@ std::deque<PolicyInfo>& all_policies() {
       policy::duo_attention(),
       policy::kvzip(),
       policy::kvzip_plus(),
+      policy::kvcompose(),
   };
   return all;
 }
@@ -173,11 +174,10 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
   }
 
   if (info.repeats_context && !spec.modifiers.empty()) {
-    throw Error(
-        fmt::format("policy {} scores the context after the model has repeated it, with one budget "
-                    "for all layers "
-                    "or for each (layerwise=on): it cannot have the modifier {}",
-                    info.name, spec.modifiers[0].first->name));
+    throw Error(fmt::format(
+        "policy {} scores the context after the model has repeated it, and has a budget "
+        "of its own: it cannot have the modifier {}",
+        info.name, spec.modifiers[0].first->name));
   }
 
   PolicyChoice choice;

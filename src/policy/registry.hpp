@@ -37,6 +37,7 @@ PolicyInfo duo_attention();
 // From the model's repetition of the context.
 PolicyInfo kvzip();
 PolicyInfo kvzip_plus();
+PolicyInfo kvcompose();
 
 // Modifiers.
 ModifierInfo ada();

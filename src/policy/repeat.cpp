@@ -10,6 +10,14 @@ void append_ids(std::vector<TokenId>& target, const std::vector<TokenId>& ids) {
   target.insert(target.end(), ids.begin(), ids.end());
 }
 
+RepeatPrompt without_words(std::int64_t chunk) {
+  RepeatPrompt bare;
+  bare.chunk = chunk;
+  bare.overlap = 0;
+  bare.is_bare = true;
+  return bare;
+}
+
 }  // namespace
 
 RepeatPrompt make_repeat_prompt(const Tokenizer& tokenizer, std::string_view prefix,
@@ -24,7 +32,8 @@ RepeatPrompt make_repeat_prompt(const Tokenizer& tokenizer, std::string_view pre
 }
 
 std::vector<RepeatStep> repeat_steps(const std::vector<TokenId>& context,
-                                     const RepeatPrompt& prompt) {
+                                     const RepeatPrompt& asked) {
+  const RepeatPrompt prompt = asked.is_bare ? without_words(asked.chunk) : asked;
   const auto tokens = static_cast<std::int64_t>(context.size());
   if (prompt.chunk < 1 || prompt.overlap < 0 || prompt.prefix < 0) {
     throw Error(
@@ -57,6 +66,7 @@ std::vector<RepeatStep> repeat_steps(const std::vector<TokenId>& context,
 }
 
 std::int64_t longest_repeat(std::int64_t context, const RepeatPrompt& prompt) {
+  if (prompt.is_bare) return std::min(context, prompt.chunk);
   const std::int64_t repeated = std::max<std::int64_t>(0, context - prompt.prefix);
   auto words = static_cast<std::int64_t>(prompt.first.size());
   if (repeated > prompt.chunk) {

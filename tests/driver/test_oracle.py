@@ -79,9 +79,27 @@ class Oracle(TestCase):
                 else:
                     self.assertLessEqual(report["context"]["kv"]["live_bytes"], 200e3)
 
+    def test_composite_tokens(self):
+        kept = {}
+        for ranks in (0, 2, 3):
+            for policy in ("kvcompose", "kvcompose:structured=off"):
+                report = self.report("-m", MODEL, *TEXT, "--policy", policy, *HALF, "-n", "3", ranks=ranks)
+                context = report["context"]
+                self.assertTrue(context["kv"]["full_at_first"])
+                self.assertAlmostEqual(context["evict_ratio"], 0.5, delta=1e-3)
+                rows = context["kept_rows"]
+                if policy == "kvcompose":
+                    self.assertTrue(all(len(set(heads)) == 1 and heads[0] <= rows[0][0] for heads in rows), rows)
+                    self.assertEqual(sum(heads[0] for heads in rows), int(LAYERS * TOKENS * 0.5))
+                # Sums over ranks round otherwise, and may exchange two rows at the cut.
+                for one, other in zip(rows, kept.setdefault(policy, rows)):
+                    self.assertTrue(all(abs(a - b) <= 1 for a, b in zip(one, other)), (policy, ranks))
+        report = self.report("-m", MODEL, *TEXT, "--policy", "kvcompose:chunk=50", "--keep-tokens", "40", "-n", "1")
+        self.assertEqual(sum(map(sum, report["context"]["kept_rows"])), 40 * LAYERS * HEADS)
+
     def test_plan_and_limits(self):
         plan = ["-m", MODEL, "-c", "1000", "--dry-run", *HALF, "--policy"]
-        for policy, tokens in (("kvzip", 1000), ("kvzip-plus:chunk=64", 64)):
+        for policy, tokens in (("kvzip", 1000), ("kvzip-plus:chunk=64", 64), ("kvcompose", 1000), ("kvcompose:chunk=64", 64)):
             self.assertIn(f"up to {tokens} more tokens", self.succeed(*plan, policy).text)
         self.assertNotIn("repeated", self.succeed(*plan, "knorm+global").text)
         for most, warns in ((TOKENS + 20, True), (4096, False)):
@@ -132,6 +150,9 @@ class Oracle(TestCase):
             ([*kvzip, *HALF, "--decode-every", "8", "--decode-keep", "9"],
              "--decode-every cannot be combined with --policy kvzip"),
             (["--policy", "kvzip+ada", *HALF], "it cannot have the modifier ada"),
+            (["--policy", "kvcompose+ada", *HALF], "it cannot have the modifier ada"),
+            (["--policy", "kvcompose", "--threshold", "0.1"],
+             "--threshold cannot be combined with --policy kvcompose"),
             (["--policy", "kvzip+critical", *HALF], "it cannot have the modifier critical"),
             (["--policy", "kvzip+dms", "--threshold", "0.1"], "--threshold cannot be combined with --policy kvzip"),
             (["--policy", "kvzip:chunk=0", *HALF], "chunk", "from 1"),

@@ -76,6 +76,10 @@ struct Budget {
   /// Evict ratios of each head; null: heads do not differ. Needs Amount::evict_ratio, Pool::head
   /// and none of the fields below.
   std::shared_ptr<const HeadRatios> head_ratios;
+  /// Pool::model: the best rows of all heads of a layer compete as one, then the second best, and
+  /// so on, so that these heads keep the same number (KVCompose, arXiv 2509.05165). See
+  /// policy::composite_rows.
+  bool is_composite = false;
   /// Whether the budget decreases with depth ("pyramid", arXiv 2406.02069), from 1 - 1/beta above
   /// the mean to the same amount below it. The decrease excludes `pyramid_window` rows.
   bool pyramid = false;

@@ -21,6 +21,9 @@ struct RepeatPrompt {
   std::int64_t prefix = 0;
   std::int64_t chunk = 2048;  // tokens repeated at a time
   std::int64_t overlap = 8;   // tokens of the previous chunk, shown after `later`
+  /// The steps are the tokens of the context alone, its prefix included: nothing asks for them
+  /// (KVCompose, arXiv 2509.05165).
+  bool is_bare = false;
 };
 
 /// Returns the prompt for the `prefix` and `suffix` of a chat template (of an answer without

@@ -140,6 +140,8 @@ TEST_F(Repeat, LeavesNothingInTheSequence) {
     expect_nothing_left<float>("kvzip:chunk=40", DType::f32);
     expect_nothing_left<bfloat16>("kvzip-plus:chunk=64", DType::bf16);
     expect_nothing_left<half>("kvzip-plus", DType::f16);
+    expect_nothing_left<float>("kvcompose", DType::f32);
+    expect_nothing_left<bfloat16>("kvcompose:chunk=64,structured=off", DType::bf16);
   }
 }
 
@@ -189,6 +191,63 @@ TEST_F(Repeat, KeepsWhatScoresMost) {
       std::fill(most.begin(), most.end(), *std::max_element(most.begin(), most.end()));
     }
     for (int l = 0; l < n_layers; ++l) EXPECT_GE(least[l], most[l]) << text;
+  }
+}
+
+// The heads of a layer, on whatever rank, keep the same number of their best rows.
+TEST_F(Repeat, ComposesTokensOfAllHeads) {
+  constexpr int tokens = 90;
+  const auto context = made_up_tokens(tokens);
+  const auto pruning = engine<float>(choice("kvcompose", 0.65));
+  Recorder recorder;
+  pruning->set_observer(&recorder);
+  const SequenceId sequence = pruning->add_sequence();
+  context_and_question(*pruning, sequence, context);
+  EXPECT_EQ(recorder.calls, n_layers);
+  const CacheReport report = pruning->report(sequence);
+  EXPECT_EQ(report.non_finite_scores, 0);
+  std::int64_t composed = 0;
+  for (const auto& heads : report.kept) {
+    ASSERT_EQ(heads.size(), static_cast<std::size_t>(n_heads));
+    for (const std::int64_t rows : heads) EXPECT_EQ(rows, heads[0]);
+    EXPECT_LE(heads[0], report.kept[0][0]);
+    composed += heads[0] - 3;
+  }
+  EXPECT_EQ(composed, static_cast<std::int64_t>(n_layers * tokens * (1 - 0.65)));
+  pruning->gather_pages(sequence);
+  for (int l = 0; l < n_layers; ++l) {
+    const int heads = static_cast<int>(partition.heads(l, comm.rank()).size());
+    for (int h = 0; h < heads; ++h) {
+      const auto positions = pruning->positions(sequence, l, h);
+      double least = 1e30, most = -1;
+      for (std::int64_t p = 0; p < tokens; ++p) {
+        const double score = recorder.of_layer[l][h * tokens + p];
+        if (std::binary_search(positions.begin(), positions.end(), p)) {
+          least = std::min(least, score);
+        } else {
+          most = std::max(most, score);
+        }
+      }
+      EXPECT_GE(least, most);
+    }
+  }
+}
+
+// One rank alone finds the same rows as all together.
+TEST_F(Repeat, ComposesAlikeOnAnyNumberOfRanks) {
+  const auto context = made_up_tokens(90);
+  const auto whole = HeadPartition::even(n_layers, n_heads, 1);
+  for (const std::string text : {"kvcompose", "kvcompose:chunk=40,structured=off"}) {
+    const auto together = engine<float>(choice(text, 0.5));
+    CacheOptions with = options;
+    with.policy = choice(text, 0.5);
+    const auto alone = Engine::create(
+        std::make_shared<const Model>(Model::load("", config, DType::f32, whole, 0, {3})), nullptr,
+        with, Communicator::self());
+    const SequenceId a = together->add_sequence(), b = alone->add_sequence();
+    context_and_question(*together, a, context);
+    context_and_question(*alone, b, context);
+    EXPECT_EQ(together->report(a).kept, alone->report(b).kept) << text;
   }
 }
 

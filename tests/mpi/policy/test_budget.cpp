@@ -22,7 +22,7 @@ TEST(BudgetOverRanks, DoesNotDependOnPlacement) {
   Budget half;
   half.amount = Budget::Amount::evict_ratio;
   half.evict_ratio = 0.6;
-  std::vector<Budget> budgets(9, half);
+  std::vector<Budget> budgets(10, half);
   budgets[1].pool = Budget::Pool::layer;
   budgets[2].pool = Budget::Pool::model;
   budgets[2].safeguard = 0;
@@ -44,6 +44,9 @@ TEST(BudgetOverRanks, DoesNotDependOnPlacement) {
   ratios.sink = 3;
   ratios.window = 2;
   budgets[8].head_ratios = std::make_shared<const HeadRatios>(ratios);
+  budgets[9].pool = Budget::Pool::model;
+  budgets[9].safeguard = 0;
+  budgets[9].is_composite = true;
   for (std::size_t b = 0; b < budgets.size(); ++b) {
     for (const int kind : {0, 1, 2, 3}) {
       const auto heads =

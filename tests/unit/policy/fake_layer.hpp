@@ -212,11 +212,13 @@ class FakeLayer final : public PolicyLayer {
     const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), sums);
     const auto rows = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), factors.rows);
     const auto of_queries = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), query_factors);
+    const std::vector<int> members = members_of(block);
     for (std::int64_t i = 0; i < block.count; ++i) {
       const std::int64_t token = block.first + i;
-      for (int local = 0; local < heads() * m_data.group; ++local) {
-        const int head = local / m_data.group;
-        const int query_head = number(head) * m_data.group + local % m_data.group;
+      for (int local = 0; local < heads() * static_cast<int>(members.size()); ++local) {
+        const int head = local / static_cast<int>(members.size());
+        const int query_head =
+            number(head) * m_data.group + members[static_cast<std::size_t>(local) % members.size()];
         const auto& probabilities = attention(token, query_head).probabilities;
         for (std::size_t r = 0; r < probabilities.size(); ++r) {
           double p = probabilities[r];
@@ -322,6 +324,26 @@ class FakeLayer final : public PolicyLayer {
                    std::int64_t count) const {
     check(head, begin, count);
     return to_rows(all[number(head)].data() + begin * m_data.head_dim, count, m_data.head_dim);
+  }
+
+  /// The members of each group whose queries a block has: all, or one.
+  std::vector<int> members_of(const TokenBlock& block) const {
+    if (static_cast<int>(block.queries.extent(1)) == heads() * m_data.group) {
+      std::vector<int> all(static_cast<std::size_t>(m_data.group));
+      std::iota(all.begin(), all.end(), 0);
+      return all;
+    }
+    if (static_cast<int>(block.queries.extent(1)) != heads()) {
+      throw std::logic_error("queries of some members of a group");
+    }
+    const Kokkos::View<float*, MemorySpace> query("kvzap::test::query", block.queries.extent(2));
+    Kokkos::deep_copy(query, Kokkos::subview(block.queries, 0, 0, Kokkos::ALL));
+    const auto host = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), query);
+    for (int member = 0; member < m_data.group; ++member) {
+      const float* const own = m_data.query(block.first, number(0) * m_data.group + member);
+      if (std::equal(own, own + m_data.head_dim, host.data())) return {member};
+    }
+    throw std::logic_error("queries that are none of the layer's");
   }
 
   TokenBlock::QueryView queries_of(std::int64_t first, std::int64_t count) const {

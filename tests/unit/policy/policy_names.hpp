@@ -35,7 +35,8 @@ inline std::vector<std::string> policy_names() {
           "trim-kv",
           "duo-attention",
           "kvzip",
-          "kvzip-plus"};
+          "kvzip-plus",
+          "kvcompose"};
 }
 
 }  // namespace kvzap::test

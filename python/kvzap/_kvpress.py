@@ -52,6 +52,7 @@ MODIFIERS: dict[str, tuple[str, dict[str, str]]] = {
     "ChunkKVPress": ("+chunkkv", {"chunk_length": "length"}),
     "EntropyGatedChunkKVPress": ("+chunkkv", {"chunk_length": "length", "low_entropy_chunk_length": "spiky"}),
     "KeyRerotationPress": ("+rerotate", {}),
+    "MergingPress": ("+merge", {"similarity_threshold": "similarity", "merge_fraction": "fraction"}),
 }
 REFUSED = {
     "KVzipPress": "the model reads the context twice: use kvzap.LLM with the policy kvzip or kvzip-plus",
@@ -59,8 +60,7 @@ REFUSED = {
     "KVgradPress": "it needs gradients",
     "FinchPress": "it has to know the question: use kvzap.LLM or the program with the policy finch",
     "ThinKPress": "it prunes dimensions of keys, not pairs",
-    "CAMPress": "it merges pairs",
-    "MergingPress": "it merges pairs",
+    "CAMPress": "it spreads evicted values over kept ones; the nearest one is a decode cut with +merge",
     "ComposedPress": "several presses cut one after another: pass one of them",
     "KVComposePress": "the model reads the context twice: use kvzap.LLM with the policy kvcompose",
     "BlockPress": "pass the press within it; the result is the same",

@@ -197,3 +197,16 @@ def test_amounts_and_wrappers_of_presses():
     assert failure.value.code == "several_amounts"
     with pytest.raises(kvzap.Error, match=r'AdaKVPress: .*"snapkv\+ada"'):
         kvzap.press("AdaKVPress", compression_ratio=0.5)
+
+
+def test_merging_presses_are_a_modifier():
+    class KnormPress:
+        compression_ratio = 0.5
+
+    class MergingPress:
+        press = KnormPress()
+        similarity_threshold = 0.3
+        merge_fraction = 0.75
+
+    pruning = kvzap.from_press(MergingPress())
+    assert pruning == kvzap.Pruning.parse("knorm+merge:similarity=0.3,fraction=0.75@evict-ratio=0.5")

@@ -95,6 +95,15 @@ class RowAccess {
   void import_rows(const ExecutionSpace& exec, const Checkpoint& checkpoint, int layer, int head,
                    std::int64_t begin, std::int64_t count, const ImportedRows& rows);
 
+  /// Replaces values of a head's rows, which are counted in order of position: values (row, dim),
+  /// rounded once, become those of rows(0), rows(1), …. Keys, positions and scores remain. Pages
+  /// that another sequence shares are copied first. Checkpoints of the sequence become void. Within
+  /// a step the layer must have had no token before it. Does not wait. Throws Error for other
+  /// layers, for extents that do not fit, and if a row has no value beside its key; OutOfMemory.
+  void set_values(const ExecutionSpace& exec, SequenceId id, int layer, int head,
+                  const Kokkos::View<const std::int64_t*, MemorySpace>& rows,
+                  const Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>& values);
+
   // Pages byte by byte, with positions and scores, for a cache of the same type,
   // page and format.
 

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "engine/engine_parts.hpp"
+#include "engine/kept_values.hpp"
 #include "engine/policy_layer.hpp"
 
 namespace kvzap {
@@ -81,6 +82,7 @@ void Engine::plan(std::size_t index) {
   const EvictionMethod method = state.plan.method;
   step.budget = &state.plan.budget;
   step.chooses = method == EvictionMethod::append_kept;
+  step.merger = &choice.merger;
   if (is_held) {
     step.only_watches = !needs.every_step;
     if (step.only_watches && !step.recent) return;
@@ -206,7 +208,9 @@ void Engine::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
   };
   const auto remove = [&] {
     state.non_finite = 0;
+    engine::KeptValues values(by_budget ? pruning.policy->merger : MergerMaker());
     for (const ScoredLayer& layer : layers) {
+      values.merge(exec, cache, sequence, {layer.layer, layer.heads, layer.keep, {}, {}});
       const std::int64_t stored =
           cache.evict(exec, sequence, layer.layer, layer.keep, plan.empties_ring).non_finite;
       state.non_finite += is_stored ? stored : engine::count_non_finite(exec, layer, end);

@@ -4,6 +4,7 @@
 
 #include "base/kokkos_compat.hpp"
 #include "base/stopwatch.hpp"
+#include "engine/kept_values.hpp"
 
 namespace kvzap::engine {
 
@@ -200,10 +201,14 @@ void PolicyBlock::choose(Step& step, int layer, std::size_t s, const Matrix& sco
   }
   // Append now: the choice of the next span overwrites `keep`.
   step.locally([&] {
-    step.cache.append_kept(step.exec, span.sequence, layer,
-                           step.new_keys(layer).rows(span.first, span.count),
-                           step.new_values(layer).rows(span.first, span.count),
+    const ArrayView keys = step.new_keys(layer).rows(span.first, span.count);
+    const ArrayView values = step.new_values(layer).rows(span.first, span.count);
+    step.cache.append_kept(step.exec, span.sequence, layer, keys, values,
                            step.new_scores(layer, span.first, span.first + span.count), keep);
+    if (!policy.merger || !*policy.merger) return;
+    KeptValues(*policy.merger)
+        .merge(step.exec, step.cache, span.sequence,
+               {layer, shown.extents().heads, keep, keys, values});
   });
 }
 

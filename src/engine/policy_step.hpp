@@ -4,6 +4,7 @@
 #include <kvzap/engine/budget.hpp>
 #include <kvzap/engine/policy.hpp>
 #include <kvzap/engine/snapshot.hpp>
+#include <kvzap/engine/value_merger.hpp>
 #include <vector>
 
 namespace kvzap::engine {
@@ -72,6 +73,8 @@ struct PolicyStep {
   /// Choose by `budget` in each layer, before the next layer runs. Evicted rows are never stored.
   /// The sequence must have no rows yet, and `budget` must be by_layer().
   bool chooses = false;
+  /// If it chooses: what the rows that stay take up of the others. Null or empty: nothing.
+  const MergerMaker* merger = nullptr;
   /// Tokens seen minus positions, after renumbering (+rerotate). Budgets count tokens.
   std::int64_t removed_tokens = 0;
   /// Tokens of the question at the end of the step.

@@ -164,7 +164,7 @@ ModifierInfo global() {
 /// kvpress differs from the paper: it applies the ratio to prompts of any length, and counts the
 /// window as part of it. The policy pyramidkv has this budget by default. It loses it under
 /// modifiers that kvpress implements as presses over its scores alone (ada, global, critical,
-/// chunk, chunkkv, rerotate): add `pyramid` there.
+/// chunk, chunkkv, merge, rerotate): add `pyramid` there.
 ModifierInfo pyramid() {
   ModifierInfo info;
   info.name = "pyramid";

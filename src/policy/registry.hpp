@@ -50,6 +50,7 @@ ModifierInfo chunk();
 ModifierInfo chunkkv();
 ModifierInfo dms();
 ModifierInfo kvcrush();
+ModifierInfo merge();
 ModifierInfo rerotate();
 
 }  // namespace kvzap::policy

@@ -20,7 +20,7 @@ POLICIES = {
     "snapkv", "tova", "h2o", "scissorhands", "pyramidkv", "expected-attention", "non-causal", "simlayerkv",
     "finch", "kvzap", "fastkvzip", "trim-kv", "duo-attention",
 }
-MODIFIERS = {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk", "chunkkv", "kvcrush", "dms", "rerotate"}
+MODIFIERS = {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk", "chunkkv", "kvcrush", "dms", "merge", "rerotate"}
 
 
 def policies(*arguments, **options):
@@ -473,6 +473,17 @@ class Dump(TestCase):
     def test_closed_up_positions(self):
         _, tensors = self.dump(*ASK, "--policy", "knorm+rerotate", "--evict-ratio", "0.5")
         self.assertEqual(set(tensors), {"context_ids", "question_ids", "scores", "generated", "logits"})
+
+    def test_merged_values(self):
+        flags = [*ASK, "-n", "4", "--evict-ratio", "0.75", "--policy"]
+        _, plain = self.dump(*flags, "knorm")
+        outcomes = []
+        for ranks in (0, 2):
+            _, tensors = self.dump(*flags, "knorm+merge:similarity=0.1,fraction=0.9", ranks=ranks)
+            self.assertEqual(tensors["evicted_after_prefill"], plain["evicted_after_prefill"])
+            self.assertNotEqual(tensors["logits"], plain["logits"])
+            outcomes.append(tensors["generated"])
+        self.assertEqual(*outcomes)
 
     def test_nothing_generated(self):
         _, tensors = self.dump(*ASK, "-n", "0", report=False)

@@ -10,6 +10,7 @@
 #include <kvzap/engine/policy_text.hpp>
 #include <kvzap/engine/repeat_prompt.hpp>
 #include <kvzap/engine/scorer.hpp>
+#include <kvzap/engine/value_merger.hpp>
 #include <kvzap/model/model_config.hpp>
 #include <memory>
 #include <optional>
@@ -159,6 +160,8 @@ struct PolicyChoice {
   double threshold = 0;
   /// Renumber positions without gaps after the context is pruned, and rotate keys to them.
   bool rerotate = false;
+  /// What rows that stay take up of those that a cut evicts (merge). Empty: nothing.
+  MergerMaker merger;
   /// For policies that judge new tokens from hidden states alone, in one call for all sequences of
   /// a step (kvzap): the decoder's fast path with a threshold.
   std::shared_ptr<Scorer> scorer;

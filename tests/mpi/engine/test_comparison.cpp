@@ -209,8 +209,9 @@ class Comparisons : public ::testing::Test {
     for (const double ratio : {0.4, 0.75}) {
       for (const char* text :
            {"snapkv+ada", "knorm+global", "snapkv:window=5+pyramid", "keydiff+rerotate",
-            "h2o+critical", "keydiff+critical+ada", "streaming-llm+chunk:length=20",
-            "keydiff+chunk:length=25", "keydiff+chunkkv:length=7", "snapkv:window=5+kvcrush",
+            "keydiff+merge+ada", "h2o+critical", "keydiff+critical+ada",
+            "streaming-llm+chunk:length=20", "keydiff+chunk:length=25", "keydiff+chunkkv:length=7",
+            "snapkv:window=5+kvcrush",
             "h2o:local=on", "compactor:blending=0.3", "kvzip:layerwise=on",
             "kvzip:chunk=40,sink=6"}) {
         add(text, ratio);
@@ -505,7 +506,8 @@ TEST_F(Comparisons, CutWhileTheyAnswer) {
 
 TEST_F(Comparisons, AnswerAboutShortContexts) {
   settings.emplace_back();
-  for (const char* text : {"snapkv", "keydiff+ada", "knorm+global", "keydiff+rerotate", "h2o"}) {
+  for (const char* text :
+       {"snapkv", "keydiff+ada", "knorm+global", "keydiff+rerotate", "h2o", "knorm+merge"}) {
     add(text, 0.75);
   }
   // Of which nothing goes.

@@ -42,6 +42,7 @@ const std::map<std::string, std::string> rooms_of_headers = {
     {"engine/scorer", "policy"},
     {"engine/snapshot", "io"},
     {"engine/step_observer", "engine"},
+    {"engine/value_merger", "policy"},
     {"lab/pairs", "train"},
     {"lab/tasks", "eval"},
     {"server/histogram", "server"},

@@ -368,6 +368,8 @@ TEST_F(MakePolicy, ModifiersSetTheBudget) {
   EXPECT_EQ(make("knorm+chunkkv:length=7", half()).budget.group, 7);
   EXPECT_EQ(make("knorm+chunk:length=7", half()).budget.chunk, 7);
   EXPECT_TRUE(make("knorm+rerotate", half()).rerotate);
+  EXPECT_FALSE(make("knorm+ada", half()).merger);
+  EXPECT_TRUE(make("knorm+merge:similarity=1,fraction=0.1", half()).merger);
   const Budget pyramid = make("knorm+pyramid:window=3,beta=4", half()).budget;
   EXPECT_TRUE(pyramid.pyramid);
   EXPECT_EQ(pyramid.pyramid_window, 3);
@@ -380,7 +382,7 @@ TEST_F(MakePolicy, PyramidkvFallsWithDepthUnlessWrapped) {
   EXPECT_EQ(alone.pyramid_window, 16);
   EXPECT_EQ(alone.pyramid_beta, 5);
   // kvpress' presses around PyramidKVPress take its scores alone.
-  for (const char* modifier : {"ada", "critical", "rerotate", "global", "chunkkv"}) {
+  for (const char* modifier : {"ada", "critical", "rerotate", "global", "chunkkv", "merge"}) {
     EXPECT_FALSE(make(std::string("pyramidkv+") + modifier, half()).budget.pyramid) << modifier;
   }
   EXPECT_TRUE(make("pyramidkv+ada+pyramid", half()).budget.pyramid);
@@ -413,7 +415,8 @@ TEST_F(MakePolicy, AmountsThatAreMissingOrTooMany) {
 
 TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   for (const char* modifier :
-       {"ada", "global", "pyramid", "critical", "chunk", "chunkkv", "kvcrush", "rerotate"}) {
+       {"ada", "global", "pyramid", "critical", "chunk", "chunkkv", "kvcrush", "merge",
+        "rerotate"}) {
     refuse(std::string("knorm+") + modifier, {}, 1, {modifier, "threshold"});
   }
   const Budget budget = half();
@@ -437,6 +440,11 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   refuse("knorm+rerotate+ada", budget, {}, {"rerotate has no meaning", "one length"});
   refuse("knorm+rerotate+pyramid", budget, {}, {"rerotate has no meaning", "one length"});
   refuse("knorm+rerotate+chunkkv", budget, {}, {"rerotate has no meaning", "chunkkv"});
+  refuse("knorm+merge:fraction=0", budget, {}, {"merge:fraction is 0; expected more than 0"});
+  refuse("knorm+merge:fraction=1.5", budget, {}, {"fraction", "1.5"});
+  refuse("knorm+merge:similarity=-0.1", budget, {}, {"similarity", "-0.1"});
+  refuse("knorm+merge:similarty=0", budget, {}, {"similarty", "similarity"});
+  refuse("knorm+merge", {}, 0.5, {"merge takes up the rows that a cut evicts"});
 }
 
 TEST_F(MakePolicy, CombinationsWithMeaning) {
@@ -445,7 +453,8 @@ TEST_F(MakePolicy, CombinationsWithMeaning) {
         "knorm+critical+pyramid", "knorm+critical+chunk", "knorm+critical+rerotate",
         "snapkv+kvcrush", "knorm+kvcrush+critical", "knorm+kvcrush+pyramid",
         "snapkv+kvcrush+rerotate", "knorm+chunk+rerotate", "knorm+chunk+pyramid",
-        "knorm+chunkkv+pyramid"}) {
+        "knorm+chunkkv+pyramid", "knorm+merge", "snapkv+merge+ada", "keydiff+merge+global",
+        "knorm+chunkkv+merge", "knorm+merge+rerotate", "knorm+critical+merge"}) {
     EXPECT_TRUE(make(text, half()).make) << text;
   }
   for (const char* modifier : {"ada", "critical", "chunk", "chunkkv"}) {

@@ -211,9 +211,8 @@ class Comparisons : public ::testing::Test {
            {"snapkv+ada", "knorm+global", "snapkv:window=5+pyramid", "keydiff+rerotate",
             "keydiff+merge+ada", "h2o+critical", "keydiff+critical+ada",
             "streaming-llm+chunk:length=20", "keydiff+chunk:length=25", "keydiff+chunkkv:length=7",
-            "snapkv:window=5+kvcrush",
-            "h2o:local=on", "compactor:blending=0.3", "kvzip:layerwise=on",
-            "kvzip:chunk=40,sink=6"}) {
+            "snapkv:window=5+kvcrush", "h2o:local=on", "compactor:blending=0.3",
+            "kvzip:layerwise=on", "kvzip:chunk=40,sink=6"}) {
         add(text, ratio);
       }
       for (const char* text : {"snapkv", "expected-attention", "tova+ada"}) {

@@ -414,9 +414,8 @@ TEST_F(MakePolicy, AmountsThatAreMissingOrTooMany) {
 }
 
 TEST_F(MakePolicy, CombinationsWithoutMeaning) {
-  for (const char* modifier :
-       {"ada", "global", "pyramid", "critical", "chunk", "chunkkv", "kvcrush", "merge",
-        "rerotate"}) {
+  for (const char* modifier : {"ada", "global", "pyramid", "critical", "chunk", "chunkkv",
+                               "kvcrush", "merge", "rerotate"}) {
     refuse(std::string("knorm+") + modifier, {}, 1, {modifier, "threshold"});
   }
   const Budget budget = half();
@@ -449,12 +448,13 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
 
 TEST_F(MakePolicy, CombinationsWithMeaning) {
   for (const char* text :
-       {"knorm+ada+pyramid", "knorm+critical", "knorm+critical+ada", "knorm+critical+global",
-        "knorm+critical+pyramid", "knorm+critical+chunk", "knorm+critical+rerotate",
-        "snapkv+kvcrush", "knorm+kvcrush+critical", "knorm+kvcrush+pyramid",
-        "snapkv+kvcrush+rerotate", "knorm+chunk+rerotate", "knorm+chunk+pyramid",
-        "knorm+chunkkv+pyramid", "knorm+merge", "snapkv+merge+ada", "keydiff+merge+global",
-        "knorm+chunkkv+merge", "knorm+merge+rerotate", "knorm+critical+merge"}) {
+       {"knorm+ada+pyramid",       "knorm+critical",          "knorm+critical+ada",
+        "knorm+critical+global",   "knorm+critical+pyramid",  "knorm+critical+chunk",
+        "knorm+critical+rerotate", "snapkv+kvcrush",          "knorm+kvcrush+critical",
+        "knorm+kvcrush+pyramid",   "snapkv+kvcrush+rerotate", "knorm+chunk+rerotate",
+        "knorm+chunk+pyramid",     "knorm+chunkkv+pyramid",   "knorm+merge",
+        "snapkv+merge+ada",        "keydiff+merge+global",    "knorm+chunkkv+merge",
+        "knorm+merge+rerotate",    "knorm+critical+merge"}) {
     EXPECT_TRUE(make(text, half()).make) << text;
   }
   for (const char* modifier : {"ada", "critical", "chunk", "chunkkv"}) {

@@ -175,9 +175,9 @@ struct MergeParameters : PolicyParameters {
 /// not finite is dropped. Sums run by position, in float.
 ///
 /// Cost of a head with E evicted and K kept rows: a product of E * K * head_dim, by tiles; of a
-/// context of n tokens at most n^2 * head_dim / 4, an eighth of the products of one query head's
-/// causal attention. Memory: E + K keys and values of one head as floats, the K keys once more, and
-/// a tile (1 MiB on hosts).
+/// context of n tokens at most n^2 * head_dim / 4 multiplications, a quarter of those of one query
+/// head's causal attention. A cut that evicts few rows reads all K anyway. Memory: E + K keys and
+/// values of one head as floats, the K keys once more, and a tile (1 MiB on hosts).
 class ValueMerge final : public ValueMerger {
  public:
   using Parameters = MergeParameters;

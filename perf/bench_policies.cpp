@@ -216,12 +216,30 @@ void register_benchmarks(const Options& options) {
   const auto bench = std::make_shared<Bench>(model_folder(options, options.config));
   const auto file = [&](const char* name) { return bench->files().path(name).string(); };
   std::vector<Case> cases;
-  for (const char* name :
-       {"knorm",         "random",        "streaming-llm",      "keydiff",    "lagkv",
-        "cur",           "leverage",      "compactor",          "cap",        "snapkv",
-        "tova",          "pyramidkv",     "scissorhands",       "r-kv",       "r-kv:mass=0.9",
-        "lazy-eviction", "tri-attention", "expected-attention", "non-causal", "simlayerkv",
-        "h2o",           "kvzip",         "kvzip-plus"}) {
+  for (const char* name : {"knorm",
+                           "random",
+                           "streaming-llm",
+                           "keydiff",
+                           "lagkv",
+                           "cur",
+                           "leverage",
+                           "compactor",
+                           "cap",
+                           "snapkv",
+                           "tova",
+                           "pyramidkv",
+                           "scissorhands",
+                           "r-kv",
+                           "r-kv:mass=0.9",
+                           "lazy-eviction",
+                           "tri-attention",
+                           "dropkv",
+                           "expected-attention",
+                           "non-causal",
+                           "simlayerkv",
+                           "h2o",
+                           "kvzip",
+                           "kvzip-plus"}) {
     cases.push_back({name, name});
   }
   cases.push_back({"finch", "finch", PruneMoment::question});

@@ -24,6 +24,7 @@ PolicyInfo scissorhands();
 PolicyInfo r_kv();
 PolicyInfo lazy_eviction();
 PolicyInfo tri_attention();
+PolicyInfo dropkv();
 PolicyInfo pyramidkv();
 PolicyInfo expected_attention();
 PolicyInfo non_causal();

@@ -420,8 +420,9 @@ TEST_F(Policies, KeepLongAnswersWithinTheBudget) {
   Budget budget;
   budget.amount = Budget::Amount::keep_tokens;
   budget.keep_tokens = keep;
-  for (const char* name : {"h2o", "tova", "snapkv:window=4", "keydiff", "r-kv:window=4",
-                           "r-kv:window=4+kvcrush", "lazy-eviction:window=4", "tri-attention"}) {
+  for (const char* name :
+       {"h2o", "tova", "snapkv:window=4", "keydiff", "r-kv:window=4", "r-kv:window=4+kvcrush",
+        "lazy-eviction:window=4", "tri-attention", "dropkv:window=4"}) {
     options.policy = std::make_shared<PolicyChoice>(
         make_policy(parse_policy(name), budget, std::nullopt, setup));
     const auto engine = Engine::create(model, nullptr, options, comm);

@@ -42,6 +42,7 @@ TEST(AttentionPolicies, ScoresDoNotDependOnThePlacementOfHeads) {
       {policy::r_kv(), {{"mass", "0.8"}}},
       {policy::lazy_eviction(), {{"alpha", "0.02"}}},
       {policy::tri_attention(), {}},
+      {policy::dropkv(), {}},
       {policy::expected_attention(), {}},
       {policy::cap(), {}},
       {policy::simlayerkv(), {{"lazy-threshold", "0.01"}, {"recent", "8"}}},

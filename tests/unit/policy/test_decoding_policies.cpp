@@ -341,6 +341,78 @@ TEST(TriAttention, AttentionOfCentresByDistance) {
   }
 }
 
+/// Leaves out each row in turn, and compares the outputs.
+Scores expected_dropkv(const LayerData& data, std::int64_t window, std::int64_t kernel) {
+  if (data.tokens <= window) window = std::max<std::int64_t>(1, data.tokens / 2);
+  const std::int64_t first = data.tokens - window;
+  Scores scores;
+  std::vector<std::pair<std::int64_t, std::int64_t>> kept;
+  for (int h = 0; h < data.kv_heads; ++h) {
+    const std::int64_t rows = data.rows(h), before = rows_before(data, h, first);
+    std::vector<double> changes(rows, 0.0);
+    const auto output_without = [&](const std::vector<double>& p, std::int64_t left_out) {
+      std::vector<double> output(data.head_dim, 0.0);
+      double sum = 0;
+      for (std::int64_t r = 0; r < rows; ++r) sum += r == left_out ? 0 : p[r];
+      for (std::int64_t r = 0; r < rows; ++r) {
+        for (int d = 0; d < data.head_dim && r != left_out; ++d) {
+          output[d] += p[r] / sum * static_cast<double>(data.value(h, r)[d]);
+        }
+      }
+      return output;
+    };
+    for (std::int64_t token = first; token < data.tokens && before > 0; ++token) {
+      for (int g = 0; g < data.group; ++g) {
+        const auto p = probabilities(data, token, h * data.group + g);
+        const auto whole = output_without(p, -1);
+        for (std::int64_t r = 0; r < data.seen(token, h); ++r) {
+          const auto without = output_without(p, r);
+          for (int d = 0; d < data.head_dim; ++d) {
+            changes[r] += (without[d] - whole[d]) * (without[d] - whole[d]) / data.group;
+          }
+        }
+      }
+    }
+    scores.emplace_back(rows, 0.0);
+    for (std::int64_t r = 0; r < before; ++r) {
+      for (std::int64_t i = r - kernel / 2; i <= r + kernel / 2; ++i) {
+        if (i >= 0 && i < rows) scores[h][r] += changes[i] / static_cast<double>(kernel);
+      }
+    }
+    kept.emplace_back(before, rows);
+  }
+  protect(scores, kept);
+  return scores;
+}
+
+TEST(DropKv, KeepsRowsThatChangeTheOutput) {
+  LayerShape small;
+  small.head_dim = 16;
+  small.group = 3;
+  small.tokens = 60;
+  small.new_tokens = 20;
+  LayerShape longer = small;
+  longer.group = 1;
+  longer.tokens = longer.new_tokens = 120;
+  LayerShape few = small;
+  few.tokens = few.new_tokens = 7;
+  LayerShape one = small;
+  one.tokens = one.new_tokens = 1;
+  for (const LayerShape& shape : {small, longer, few, one}) {
+    SCOPED_TRACE(name_of(shape));
+    LayerData data = random_layer(shape, 36);
+    for (float& x : data.queries) x /= 2;  // no row gets all of the attention
+    in_all_forms([&] {
+      expect_scores(FakeLayer(data).run(*make(policy::dropkv())), expected_dropkv(data, 8, 11),
+                    1e-4);
+      expect_scores(
+          FakeLayer(data).run(*make(policy::dropkv(), {{"window", "3"}, {"kernel", "1"}})),
+          expected_dropkv(data, 3, 1), 1e-4);
+    });
+  }
+  EXPECT_THROW(make(policy::dropkv(), {{"kernel", "4"}}), Error);
+}
+
 // More rows than one product takes.
 TEST(DecodingPolicies, ManyRows) {
   LayerShape shape;

@@ -475,7 +475,7 @@ class Dump(TestCase):
         self.assertEqual(set(tensors), {"context_ids", "question_ids", "scores", "generated", "logits"})
 
     def test_merged_values(self):
-        flags = [*ASK, "-n", "4", "--evict-ratio", "0.75", "--policy"]
+        flags = [*ASK, "--dtype", "f32", "-n", "4", "--evict-ratio", "0.75", "--policy"]
         _, plain = self.dump(*flags, "knorm")
         outcomes = []
         for ranks in (0, 2):

@@ -81,7 +81,7 @@ def evaluation(folder):
         perplexity_changes(records, list(rows.values()))
     about = json.loads((folder / "evaluation.json").read_text())
     tasks = [{**task, "file": task["file"].rsplit("/", 1)[-1]} for task in about["tasks"]]
-    options = {key: about["options"][key] for key in ("dtype", "raw", "window", "n_predict", "per_task")
+    options = {key: about["options"][key] for key in ("dtype", "raw", "window", "sink", "read_pages", "page_rows", "n_predict", "per_task")
                if key in about["options"]}
     return {"model": summary["model"]["name"], "version": summary["version"], "tasks": tasks, "options": options,
             "prompts": summary["prompts"], "complete": summary["complete"], "rows": list(rows.values())}

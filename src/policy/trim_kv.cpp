@@ -340,7 +340,8 @@ class TrimKv final : public Policy {
 /// row (`--sink 0`); their cuts every `buffer_size` tokens are `--decode-every`. Their scores with
 /// a key's norm or with several steps ahead, which are not their defaults, are left out, as are
 /// gates of keys and values (rg2, rg3), of which none is published. Renumbered positions tell no
-/// ages, so that `+rerotate` is refused. kvpress has no such press.
+/// ages, so that `+rerotate` is refused, and `+critical`, which stores other scores. kvpress has no
+/// such press.
 PolicyInfo trim_kv() {
   PolicyInfo info;
   info.name = "trim-kv";

@@ -383,8 +383,10 @@ TEST_F(LearnedPolicies, TrimKvNeedsThePositionsOfTheText) {
   for (const char* more : {"", "+ada", "+global"}) {
     EXPECT_TRUE(make_policy(parse_policy(text + more), half, {}, setup()).make) << more;
   }
-  test::expect_error([&] { make_policy(parse_policy(text + "+rerotate"), half, {}, setup()); },
-                     {"trim-kv", "age"});
+  for (const char* more : {"+rerotate", "+critical"}) {
+    test::expect_error([&] { make_policy(parse_policy(text + more), half, {}, setup()); },
+                       {"trim-kv", "age"});
+  }
 }
 
 TEST_F(LearnedPolicies, KvzapIsItsSurrogate) {

@@ -154,9 +154,12 @@ Pruning RequestPolicies::blank() const {
 
 LoadedPruning RequestPolicies::load(const Pruning& pruning) const {
   const CacheOptions& standard = m_engine.options();
-  const bool is_own = pruning.policy == standard.pruning.policy &&
-                      pruning.surrogate == standard.pruning.surrogate &&
-                      pruning.layerwise == standard.pruning.layerwise;
+  const bool is_own =
+      pruning.policy == standard.pruning.policy &&
+      pruning.surrogate == standard.pruning.surrogate &&
+      pruning.layerwise == standard.pruning.layerwise &&
+      // Modifiers may have no meaning with another amount.
+      (pruning.policy.modifiers().empty() || pruning.amount == standard.pruning.amount);
   if (is_own || !pruning.prunes()) return standard.with_amount_of(pruning);
   LoadedPruning loaded = kvzap::load(pruning, m_setup, m_repeat);
   if (loaded.policy->learner) {

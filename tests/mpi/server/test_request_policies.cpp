@@ -178,6 +178,17 @@ TEST_F(RequestPoliciesTest, RefusalsNameTheFieldAndTheAlternatives) {
                  "takes no policy from requests");
 }
 
+// The server's own policy, too, is checked with the request's amount.
+TEST_F(RequestPoliciesTest, ModifiersOfTheServerAreAskedAnew) {
+  make_engine("snapkv+kvcrush@evict-ratio=0.5");
+  const RequestPolicies policies(*engine, setup, {});
+  PruneWish wish = wish_of("snapkv+kvcrush", {});
+  expect_refusal(policies, wish, "kvzap.policy", "kvcrush");
+  wish.threshold = 0;
+  expect_refusal(policies, wish, "kvzap.policy", "kvcrush divides a budget");
+  EXPECT_EQ(policies.pruning_of(wish_of("snapkv+kvcrush")).amount.evict_ratio, 0.5);
+}
+
 TEST_F(RequestPoliciesTest, WithoutAPolicyTheKindOfAmountIsTheServers) {
   make_engine("knorm@keep-tokens=20");
   const RequestPolicies policies(*engine, setup, {});

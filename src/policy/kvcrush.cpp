@@ -6,6 +6,7 @@
 
 #include "base/scratch.hpp"
 #include "parallel/rank_exchange.hpp"
+#include "policy/mix.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_protection.hpp"
 #include "policy/segments.hpp"
@@ -15,14 +16,6 @@ namespace {
 
 using linalg::Matrix;
 using Flags = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, MemorySpace>;
-
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-std::uint64_t mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 struct KvCrushParameters : PolicyParameters {
   double share = number("share", 0.25, {0, 1}, "share of the budget that representatives get");

@@ -1,17 +1,9 @@
+#include "policy/mix.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_math.hpp"
 
 namespace kvzap::policy {
 namespace {
-
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection with
-/// random-looking outputs.
-KOKKOS_INLINE_FUNCTION std::uint64_t mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 void hash_positions(const ExecutionSpace& exec, const PolicyLayer::PositionView& positions,
                     std::uint64_t stream, int head, const Policy::ScoreView& scores) {

@@ -306,12 +306,20 @@ TEST_F(LearnedPolicies, TrimKvOfSomeHeads) {
   expect_retentions(layer.run(*policy, 4), {retentions(data, true)[1]});
 }
 
-// Whatever the steps were, the scores are those of one step, to the last bit.
+/// Returns the number with 16 significant bits that is nearest to `value`.
+float with_16_bits(double value) {
+  int exponent = 0;
+  const double fraction = std::frexp(value, &exponent);
+  return static_cast<float>(std::ldexp(std::nearbyint(std::ldexp(fraction, 16)), exponent - 16));
+}
+
+// Whatever the later steps are, a row's score is its first one at another age, to the last bit.
+// Products of one token and of many may round a gate otherwise, by its last bit.
 TEST_F(LearnedPolicies, TrimKvRecoversGatesFromScores) {
   write_retention_gates(retention_gates(false));
   const Scores at_once = FakeLayer(make_layer(400))
                              .run(*make(policy::trim_kv(), {{"gates", file("gates.safetensors")}}));
-  Scores scores(kv_heads);
+  Scores scores(kv_heads), gates(kv_heads);
   for (std::int64_t tokens = 7; tokens <= 400; tokens += tokens < 300 ? 293 : 1) {
     LayerData data = make_layer(tokens);
     data.new_tokens = tokens - static_cast<std::int64_t>(scores[0].size());
@@ -319,11 +327,23 @@ TEST_F(LearnedPolicies, TrimKvRecoversGatesFromScores) {
     // A new object for each step, as after a checkpoint.
     const auto policy = make(policy::trim_kv(), {{"gates", file("gates.safetensors")}});
     scores = FakeLayer(data).run(*policy, 64);
+    for (int h = 0; h < kv_heads; ++h) {
+      for (auto p = static_cast<std::int64_t>(gates[h].size()); p < tokens; ++p) {
+        gates[h].push_back(
+            with_16_bits(double{scores[h][p]} / static_cast<double>(tokens + 1 - p)));
+      }
+    }
     if (tokens == 7) {
       EXPECT_GT(scores[0][0] / 8, at_once[0][0] / 400 - 1);
     }
   }
-  EXPECT_EQ(scores, at_once);
+  for (int h = 0; h < kv_heads; ++h) {
+    for (std::int64_t p = 0; p < 400; ++p) {
+      const auto age = static_cast<float>(400 + 1 - p);
+      EXPECT_EQ(scores[h][p], gates[h][p] * age) << "head " << h << " position " << p;
+      EXPECT_NEAR(scores[h][p], at_once[h][p], 0x1p-15F * std::fabs(at_once[h][p]));
+    }
+  }
 }
 
 TEST_F(LearnedPolicies, TrimKvGatesThatDoNotFit) {

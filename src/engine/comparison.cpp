@@ -73,6 +73,11 @@ struct Job {
   double decode_seconds = 0;
 };
 
+/// Returns whether the question decides what a setting evicts.
+bool reads_question(const LoadedPruning& setting) {
+  return prunes(setting) && setting.pruning.moment == PruneMoment::question;
+}
+
 // Returns whether new tokens of a setting's sequence may run together: nothing is evicted between
 // two of them.
 bool reads_chunks(const LoadedPruning& setting) {
@@ -95,8 +100,7 @@ PrefillShare prefill_share(const LoadedPruning& setting) {
   const bool is_alone =
       setting.pruning.prefill == PrefillMode::sparse || setting.pruning.decode.every > 0;
   if (is_alone) return PrefillShare::none;
-  return setting.pruning.moment == PruneMoment::question ? PrefillShare::whole
-                                                         : PrefillShare::context;
+  return reads_question(setting) ? PrefillShare::whole : PrefillShare::context;
 }
 
 struct Comparison::State {
@@ -124,7 +128,10 @@ struct Comparison::State {
 
   void read(const std::vector<TokenId>& tokens, std::int64_t question, PrefillShare share,
             Borrowed& owner, std::vector<Start>& into, const ProgressCallback& progress);
-  void prefill_alone(std::size_t setting, const ProgressCallback& progress);
+  void read_alone(std::size_t setting, const std::vector<TokenId>& question, Borrowed& owner,
+                  Start& start, const ProgressCallback& progress);
+  StepResult run_context(SequenceId sequence, const Pruning& pruning,
+                         const ProgressCallback& progress);
   void find_argmax(StepResult& result) const;
   std::vector<CacheReport> reports_of(const std::vector<Job*>& jobs) const;
   void answer_wave(std::vector<Job>& jobs, const std::vector<TokenId>& question,
@@ -208,35 +215,47 @@ void Comparison::State::read(const std::vector<TokenId>& tokens, std::int64_t qu
   }
 }
 
-void Comparison::State::prefill_alone(std::size_t setting, const ProgressCallback& progress) {
-  Start& start = starts[setting];
-  start.sequence = kept.add(engine->add_sequence());
+// Runs the context, or context and question, of a setting that shares no reading.
+void Comparison::State::read_alone(std::size_t setting, const std::vector<TokenId>& question,
+                                   Borrowed& owner, Start& start,
+                                   const ProgressCallback& progress) {
+  start = Start();
+  start.sequence = owner.add(engine->add_sequence());
   engine->set_pruning(start.sequence, settings[setting]);
   const CacheReport before = engine->report(start.sequence);
   {
     const Stopwatch watch(start.prefill_seconds);
-    const auto count = static_cast<std::int64_t>(context.size());
-    const Pruning& pruning = settings[setting].pruning;
-    const std::int64_t chunk =
-        pruning.prefill == PrefillMode::sparse ? std::min(pruning.chunk, count) : count;
-    const StepRule rule = engine->rule(start.sequence, StepPart::context);
-    for (std::int64_t begin = 0; begin < count; begin += chunk) {
-      const std::int64_t end = std::min(count, begin + chunk);
-      const auto of_chunk = [&](std::string_view what, std::int64_t done, std::int64_t total) {
-        // In tokens, so that chunks add up independently of their inner steps.
-        if (progress) progress(what, begin + (end - begin) * done / total, count);
-      };
-      const StepBatch step(start.sequence, {context.begin() + begin, context.begin() + end}, rule,
-                           end == count ? StepOutput::logits : StepOutput::none);
-      start.next = std::move(engine->step(step, of_chunk).front());
-    }
-    engine->end_context(start.sequence, progress);
+    start.next = reads_question(settings[setting])
+                     ? engine->run_with_question(start.sequence, context, question,
+                                                 StepOutput::logits, {}, progress)
+                     : run_context(start.sequence, settings[setting].pruning, progress);
   }
   find_argmax(start.next);
   comm().all_reduce_max(&start.prefill_seconds, 1);
   const CacheReport after = engine->report(start.sequence);
   start.score_seconds = after.score_seconds - before.score_seconds;
   start.prune_seconds = after.prune_seconds - before.prune_seconds;
+}
+
+StepResult Comparison::State::run_context(SequenceId sequence, const Pruning& pruning,
+                                          const ProgressCallback& progress) {
+  const auto count = static_cast<std::int64_t>(context.size());
+  const std::int64_t chunk =
+      pruning.prefill == PrefillMode::sparse ? std::min(pruning.chunk, count) : count;
+  const StepRule rule = engine->rule(sequence, StepPart::context);
+  StepResult next;
+  for (std::int64_t begin = 0; begin < count; begin += chunk) {
+    const std::int64_t end = std::min(count, begin + chunk);
+    const auto of_chunk = [&](std::string_view what, std::int64_t done, std::int64_t total) {
+      // In tokens, so that chunks add up independently of their inner steps.
+      if (progress) progress(what, begin + (end - begin) * done / total, count);
+    };
+    const StepBatch step(sequence, {context.begin() + begin, context.begin() + end}, rule,
+                         end == count ? StepOutput::logits : StepOutput::none);
+    next = std::move(engine->step(step, of_chunk).front());
+  }
+  engine->end_context(sequence, progress);
+  return next;
 }
 
 void Comparison::prefill(const std::vector<TokenId>& context, const ProgressCallback& progress) {
@@ -247,7 +266,9 @@ void Comparison::prefill(const std::vector<TokenId>& context, const ProgressCall
     state.context = context;
     state.read(context, 0, PrefillShare::context, state.kept, state.starts, progress);
     for (std::size_t s = 0; s < state.settings.size(); ++s) {
-      if (prefill_share(state.settings[s]) == PrefillShare::none) state.prefill_alone(s, progress);
+      if (prefill_share(state.settings[s]) != PrefillShare::none) continue;
+      if (reads_question(state.settings[s])) continue;
+      state.read_alone(s, {}, state.kept, state.starts[s], progress);
     }
   } catch (...) {
     state.forget();  // the caller can retry
@@ -293,7 +314,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
   const auto answer_group = [&](bool has_question_in_context, const std::vector<Start>& from) {
     std::vector<Job> all;
     for (std::size_t s = 0; s < answers.size(); ++s) {
-      const bool is_whole = prefill_share(state.settings[s]) == PrefillShare::whole;
+      const bool is_whole = reads_question(state.settings[s]);
       for (int t = 0; t < attempts && is_whole == has_question_in_context; ++t) {
         Job job;
         job.setting = s;
@@ -321,12 +342,18 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
   };
   answer_group(false, state.starts);
 
-  Borrowed owner(*state.engine, 1);
+  Borrowed owner(*state.engine, answers.size() + 1);
   std::vector<Start> whole(answers.size());
   std::vector<TokenId> tokens = state.context;
   tokens.insert(tokens.end(), question.begin(), question.end());
   state.read(tokens, static_cast<std::int64_t>(question.size()), PrefillShare::whole, owner, whole,
              progress);
+  for (std::size_t s = 0; s < answers.size(); ++s) {
+    if (prefill_share(state.settings[s]) != PrefillShare::none) continue;
+    if (reads_question(state.settings[s])) {
+      state.read_alone(s, question, owner, whole[s], progress);
+    }
+  }
   answer_group(true, whole);
 
   std::vector<double> seconds;
@@ -339,7 +366,7 @@ std::vector<SettingAnswer> Comparison::answer(const std::vector<TokenId>& questi
   }
   state.comm().all_reduce_max(seconds.data(), seconds.size());
   for (std::size_t s = 0; s < answers.size(); ++s) {
-    const bool is_whole = prefill_share(state.settings[s]) == PrefillShare::whole;
+    const bool is_whole = reads_question(state.settings[s]);
     const Start& start = is_whole ? whole[s] : state.starts[s];
     SettingAnswer& answer = answers[s];
     answer.prefill_seconds = start.prefill_seconds + seconds[2 * s];

@@ -32,6 +32,64 @@ void Engine::end_context(SequenceId sequence, const ProgressCallback& progress) 
   balance({sequence});
 }
 
+StepResult Engine::run_with_question(SequenceId sequence, const std::vector<TokenId>& context,
+                                     const std::vector<TokenId>& question, StepOutput output,
+                                     const std::vector<TokenDraw>& draws,
+                                     const ProgressCallback& progress) {
+  const Pruning& pruning = m_parts->states.at(sequence).pruning->pruning;
+  const auto tokens = static_cast<std::int64_t>(context.size());
+  const auto asked = static_cast<std::int64_t>(question.size());
+  const auto run = [&](std::int64_t begin, std::int64_t end, const StepRule& rule,
+                       StepOutput of_step, const std::vector<TokenDraw>& drawn) {
+    const bool is_last = end == tokens;
+    std::vector<TokenId> part(context.begin() + begin, context.begin() + end);
+    if (is_last) part.insert(part.end(), question.begin(), question.end());
+    const auto count = static_cast<std::int64_t>(part.size());
+    return std::move(
+        step(StepBatch(sequence, part, rule, of_step, drawn), [&](std::string_view what,
+                                                                  std::int64_t done,
+                                                                  std::int64_t all) {
+          if (progress) progress(what, begin + count * done / all, tokens + asked);
+        }).front());
+  };
+  std::int64_t begin = 0;
+  if (pruning.prefill == PrefillMode::sparse && asked > 0) {
+    for (; tokens - begin > pruning.chunk; begin += pruning.chunk) {
+      run(begin, begin + pruning.chunk, StepRule(), StepOutput::none, {});
+      cut_by_question(sequence, question);
+    }
+  }
+  StepResult result = run(begin, tokens, rule(sequence, StepPart::whole, asked), output, draws);
+  end_context(sequence, progress);
+  return result;
+}
+
+void Engine::cut_by_question(SequenceId sequence, const std::vector<TokenId>& question) {
+  gather_pages(sequence);
+  SequenceState& state = m_parts->states.at(sequence);
+  auto& cache = m_parts->decoder.cache();
+  const auto count = static_cast<std::int64_t>(question.size());
+  state.plan = plan_eviction(*state.pruning,
+                             {EvictionMoment::When::step, StepPart::whole, count,
+                              cache.tokens(sequence, 0) + state.removed_tokens, state.steps});
+  KVCache::Checkpoint before;
+  agree_on_memory(communicator(), [&] { before = cache.checkpoint(sequence); });
+  PolicyStep step;
+  step.policy = state.policy.get();
+  step.question = count;
+  step.budget = &state.plan.budget;
+  step.removed_tokens = state.removed_tokens;
+  step.keeps_scores = true;
+  StepBatch batch(sequence, question, StepRule(), StepOutput::none);
+  batch.set_policy(0, &step);
+  m_parts->decoder.step(batch, {});
+  cache.restore(sequence, before);
+  const base::Stopwatch watch(m_parts->evict_seconds);
+  agree_on_memory(communicator(), [&] { set_row_scores(sequence, step.scores); });
+  evict(sequence, state.plan, step.scores, true);
+  if (state.pruning->policy->rerotate) compact_positions(sequence);
+}
+
 Engine::Reading Engine::read(SequenceId sequence, const std::vector<TokenId>& tokens,
                              std::int64_t question,
                              const std::vector<std::shared_ptr<const PolicyChoice>>& policies,

@@ -524,23 +524,13 @@ Answer Generator::generate(const AnswerOptions& options, const std::vector<Token
   return answer;
 }
 
-// Runs context and question in one step, after which the policy chooses.
+// Runs the context and the question, by which the policy chooses.
 std::vector<StepResult> Generator::run_whole(const std::vector<TokenId>& question,
                                              StepOutput output, const ProgressCallback& progress) {
-  std::vector<TokenId> tokens = m_context;
-  tokens.insert(tokens.end(), question.begin(), question.end());
-  const auto count = static_cast<std::int64_t>(tokens.size());
-  const auto in_tokens = [&](std::string_view what, std::int64_t done, std::int64_t total) {
-    if (progress) progress(what, count * done / total, count);
-  };
-  auto results = m_engine->step(
-      StepBatch(m_sequence, tokens,
-                m_engine->rule(StepPart::whole, static_cast<std::int64_t>(question.size())), output,
-                m_answer->draws(output)),
-      in_tokens);
-  m_engine->end_context(m_sequence, progress);
+  StepResult result = m_engine->run_with_question(m_sequence, m_context, question, output,
+                                                  m_answer->draws(output), progress);
   trim();
-  return results;
+  return {std::move(result)};
 }
 
 // Returns the sequence to write, and its context. Collective if a sequence must be made for it.

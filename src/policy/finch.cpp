@@ -43,10 +43,11 @@ void write_scores(const ExecutionSpace& exec, const RowVector& mass, float facto
 /// head_dim), collected while context and question run as one step. Cost: 2 question rows head_dim
 /// operations per query head; see WindowAttention for memory.
 ///
-/// As in kvpress: one pass over the whole context, and a budget for each part of `chunk` rows if
-/// that is not 0. The paper runs the context chunk by chunk, each followed by the question, so
-/// later chunks see only the earlier rows that stayed. Without `normalize`, n(q) is 1. kvpress and
-/// the paper renumber positions afterwards: add "+rerotate".
+/// Sparse prefill is the paper's method: the context runs in parts, each followed by the question,
+/// and later parts see only the earlier rows that stayed (Engine::run_with_question). Its share of
+/// the tokens so far stays after each part. Dense prefill is kvpress': one pass over the whole
+/// context, and a budget for each part of `chunk` rows if that is not 0. Without `normalize`, n(q)
+/// is 1. The paper and kvpress renumber positions after a cut: add "+rerotate".
 ///
 /// A step without a question gives all rows the score 0.
 class Finch final : public Policy {

@@ -216,8 +216,11 @@ Rules question(const Case& c) {
 
 /// For PruneMoment::question.
 Rules one_step(const Case& c) {
+  const PolicyInfo* const info = c.info ? c.info : c.p.info();
+  const bool scores_by_question = info && info->needs_question;
   return {
-      Rule(c.p.prefill != PrefillMode::dense, Code::conflict, {F::prefill, F::prune_after},
+      Rule(c.p.prefill != PrefillMode::dense && !scores_by_question, Code::conflict,
+           {F::prefill, F::prune_after},
            "{1} question runs context and question as one step: it needs {0} dense"),
   };
 }
@@ -267,7 +270,7 @@ Rules abilities(const Case& c) {
   const PolicyInfo& info = *c.info;
   const bool after_question = c.p.moment == PruneMoment::question;
   const bool cuts = c.p.decode.every != 0;
-  const bool scores_chunks = info.scores_again && !info.has_own_budget;
+  const bool scores_chunks = (info.scores_again || info.needs_question) && !info.has_own_budget;
   return {
       Rule(info.repeats_context && c.p.amount.has_threshold(), Code::conflict,
            {F::threshold, F::policy},
@@ -292,6 +295,10 @@ Rules abilities(const Case& c) {
       Rule(c.p.prefill != PrefillMode::dense && !scores_chunks, Code::conflict,
            {F::prefill, F::policy},
            "{0} sparse cannot be combined with {own}, which cannot score again after each chunk"),
+      Rule(c.p.prefill != PrefillMode::dense && info.needs_question && c.has_threshold,
+           Code::conflict, {F::prefill, F::threshold},
+           "{0} sparse of {own} needs a budget, one of {budgets and}: scores of one chunk do not "
+           "compare with those of another"),
   };
 }
 
@@ -435,11 +442,10 @@ std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_sc
   c.has_budget = pruning.chooses_rows();
   c.has_threshold = !c.has_budget;
   if (c.has_threshold) c.threshold = pruning.threshold();
+  if (pruning.policy) c.info = pruning.policy->info;
   if (c.p.moment == PruneMoment::question) fault = first_fault(c, {one_step});
   if (!fault) fault = first_fault(c, {ranges});
-  if (fault || !pruning.policy) return fault;
-  c.info = pruning.policy->info;
-  return ability_fault(c);
+  return fault || !c.info ? fault : ability_fault(c);
 }
 
 void check(const Pruning& p, const PruningUse& use, const PruningNames& names) {

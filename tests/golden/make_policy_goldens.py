@@ -73,7 +73,7 @@ from kvpress.presses.base_press import BasePress
 from kvpress.presses.cap_press import CapPress
 from kvpress.presses.compression_ratio_decoding_press import CompressionRatioDecodingPress
 from kvpress.presses.fastkvzip_press import FastKVzipGate
-from kvpress.utils import get_prerope_query_states
+from kvpress.utils import compute_n_kept, get_prerope_query_states
 from hybrid_models import accept_newer_names
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -255,6 +255,54 @@ def watched_oracle(press, result, noise):
     return wrapper
 
 
+def read_in_parts(model, cache, rows, press, context, question, noise):
+    """FINCH as its paper has it. Parts of the context run one by one, each followed by the question.
+
+    By the question's attention every head keeps its share of the tokens so far, and the question's
+    rows leave; those behind the last part stay, and count. Returns the last token's logits.
+    """
+    score = watched(press.score, None, (0, len(question)), noise)
+    seen = 0
+
+    def cut(is_last):
+        def hook(module, args, kwargs, output):
+            layer = cache.layers[module.layer_idx]
+            scores = score(module, kwargs["hidden_states"], layer.keys, layer.values, None, kwargs)
+            if not is_last:
+                last = layer.keys.shape[2] - len(question)
+                scores, layer.keys, layer.values = (t[:, :, :last] for t in (scores, layer.keys, layer.values))
+            rows.extend(module.layer_idx, layer.keys)
+            indices = scores.topk(compute_n_kept(seen, press.compression_ratio), dim=-1).indices.sort(dim=-1).values
+            rows.rows[module.layer_idx] = rows.rows[module.layer_idx].gather(1, indices[0])
+            expanded = indices.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[3])
+            layer.values = layer.values.gather(2, expanded)
+            rotated = KeyRerotationPress.rerotate_keys(module, indices, layer.keys) if press.rerotate_keys else None
+            layer.keys = layer.keys.gather(2, expanded) if rotated is None else rotated
+
+        return hook
+
+    def forward(tokens, hook=None):
+        first = cache.get_seq_length() if press.rerotate_keys else position
+        hooks = [b.self_attn.register_forward_hook(hook, with_kwargs=True) for b in model.model.layers if hook]
+        positions = torch.arange(first, first + len(tokens)).unsqueeze(0)
+        logits = model(
+            torch.tensor([tokens]), past_key_values=cache, position_ids=positions, logits_to_keep=1
+        ).logits
+        for entry in hooks:
+            entry.remove()
+        return logits
+
+    for begin in range(0, len(context), press.chunk_length):
+        part = context[begin : begin + press.chunk_length]
+        position, seen = begin, begin + len(part)
+        if seen == len(context):
+            seen += len(question)
+            return forward(part + question, cut(True))
+        forward(part)
+        position = seen
+        forward(question, cut(False))
+
+
 class Result:
     scores = None  # (layer, head, token)
     kept = None  # after the context, or the question
@@ -304,8 +352,11 @@ def run(model, context, question, max_new_tokens, run, noise=None):
     if isinstance(press, KVzipPress):
         press.compress_post = watched_oracle(press, result, noise)
     with stable_selection(), rows.rotations():
-        with enter(press, model) if press is not None else contextlib.nullcontext():
-            logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits
+        if "prefill_chunk" in run:
+            logits = read_in_parts(model, cache, rows, press, context, question, noise)
+        else:
+            with enter(press, model) if press is not None else contextlib.nullcontext():
+                logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits
         result.kept = rows.kept(model, cache)
         if scores[0]:
             result.scores = torch.stack([torch.cat(parts, dim=-1) for parts in scores])
@@ -746,6 +797,10 @@ def all_runs(model, name, files, context, question, n_case):
         ):
             more = {"prune_after": "question", "rerotated": rerotate}
             add(policy, finch(normalize, rerotate, chunk), (0, len(question)), ratio, **more)
+        for policy, rerotate, chunk in (("finch", False, 48), ("finch+rerotate", True, 32)):
+            in_parts = finch(True, rerotate, chunk)
+            more = {"prune_after": "question", "rerotated": rerotate, "prefill_chunk": chunk}
+            add(policy, lambda r, make=in_parts: (make(r)[0], None), (0, len(question)), ratio, **more)
 
     # While generating. kvpress counts the question's step as the first of an interval.
     def decode(policy, make, every=8, keep=None, ratio=None, before=0, protected=(0, 0)):
@@ -838,7 +893,7 @@ def kvpress_text(run):
 def run_name(run):
     name = run["policy"].replace("{folder}/", "")
     name += "." + run["amount"].replace("evict-ratio ", "ratio").replace(" ", "")
-    for key in ("window", "prune", "prune_after", "decode_every", "decode_keep", "decode_evict_ratio"):
+    for key in ("window", "prune", "prune_after", "prefill_chunk", "decode_every", "decode_keep", "decode_evict_ratio"):
         if key in run and run[key] not in ("prefill", "context"):
             value = run[key]
             name += "." + (value if isinstance(value, str) else f"{key.replace('_', '-')}{value}")

@@ -340,6 +340,10 @@ CacheOptions cache_options(const PolicyRun& run, const Variant& variant,
   }
   options.policy = std::move(choice);
   options.pruning.moment = run.after_question() ? PruneMoment::question : PruneMoment::context;
+  if (run.entry.contains("prefill_chunk")) {
+    options.pruning.prefill = PrefillMode::sparse;
+    options.pruning.chunk = run.entry["prefill_chunk"];
+  }
   Pruning::DecodeCuts& cuts = options.pruning.decode;
   cuts.every = run.entry.value("decode_every", std::int64_t{0});
   if (run.entry.contains("decode_keep")) cuts.keep = run.entry["decode_keep"];

@@ -16,7 +16,8 @@ namespace kvzap {
 enum class PrefillShare {
   context,  // one dense prefill of the context
   whole,    // one dense prefill of context and question together
-  none  // nothing: settings with sparse prefill, or with cuts while they answer, read by themselves
+  none  // nothing: settings with sparse prefill (of the question, too, if it decides), or with cuts
+        // while they answer, read by themselves
 };
 /// Returns the part that a setting shares. A full cache shares the context's prefill.
 PrefillShare prefill_share(const LoadedPruning& setting);

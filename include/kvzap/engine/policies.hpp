@@ -69,7 +69,8 @@ struct PolicyInfo {
   /// Scores depend on the distance of rows from the newest token. Renumbered positions do not tell
   /// it (`rerotate`).
   bool scores_ages = false;
-  /// Scores depend on the question, so pruning must follow it (PruneMoment::question).
+  /// Scores depend on the question, so pruning must follow it (PruneMoment::question). They need
+  /// the question's tokens alone and the rows before it (Engine::run_with_question).
   bool needs_question = false;
   /// The policy itself chooses the rows that stay, with scores of 1 and 0. So it accepts no amount
   /// and no threshold.

@@ -227,7 +227,9 @@ class Comparisons : public ::testing::Test {
     add("snapkv+dms:threshold=0.01", {});
     add("snapkv", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
     add(files.text("kvzap"), {}, 0, PruneMode::always, PrefillMode::sparse);
-    add("knorm+global", 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
+    for (const char* text : {"knorm+global", "finch", "finch+rerotate", "finch+ada"}) {
+      add(text, 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
+    }
     std::vector<LoadedPruning> some;
     for (std::size_t s = 0; s < settings.size(); s += stride) some.push_back(settings[s]);
     settings = some;
@@ -518,6 +520,9 @@ TEST_F(Comparisons, AnswerAboutShortContexts) {
   settings.push_back(settings.back());
   settings.back().pruning.prefill = PrefillMode::sparse;
   add_question("tova", 0.5);
+  for (const char* text : {"finch", "finch+rerotate"}) {
+    add(text, 0.5, {}, PruneMode::prefill, PrefillMode::sparse);
+  }
   for (const PruneMode prune : {PruneMode::prefill, PruneMode::always}) {
     add(files.text("kvzap"), {}, -0.5, prune);
     add("knorm+dms", {}, -0.55, prune);

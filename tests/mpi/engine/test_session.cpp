@@ -138,8 +138,9 @@ TEST_F(SessionTest, RefusesBadInput) {
 // The policies that depend on the question, and those that have the model repeat the context.
 TEST_F(SessionTest, PrunesByTheQuestionAndByARepeat) {
   for (const char* text : {"snapkv@evict-ratio=0.25@prune-after=question",
-                           "finch@evict-ratio=0.25@prune-after=question", "kvzip@evict-ratio=0.25",
-                           "kvzip-plus@evict-ratio=0.25"}) {
+                           "finch@evict-ratio=0.25@prune-after=question",
+                           "finch@evict-ratio=0.25@prune-after=question@prefill=sparse@chunk=16",
+                           "kvzip@evict-ratio=0.25", "kvzip-plus@evict-ratio=0.25"}) {
     Session session = open(Pruning::parse(text));
     session.read(context);
     const std::string answer = session.ask(question, ask);

@@ -24,11 +24,12 @@ from ._version import __version__
 
 if _TYPE_CHECKING:
     from ._end_to_end import train_end_to_end
+    from ._kvgrad import kvgrad_scores
     from ._transformers import Cache
 
 __all__ = ["LLM", "Cache", "Error", "Evaluation", "OutOfMemory", "PolicyLayer", "Press", "Pruning", "PruningError",
            "Report", "Sample", "ScorePolicy", "Session", "Snapshot", "add_policy", "evaluate", "from_press", "head_ratios",
-           "open_snapshot", "plot", "press", "recall_samples", "serve", "train_end_to_end"]
+           "kvgrad_scores", "open_snapshot", "plot", "press", "recall_samples", "serve", "train_end_to_end"]
 
 
 def __getattr__(name: str) -> object:
@@ -40,4 +41,8 @@ def __getattr__(name: str) -> object:
         from ._end_to_end import train_end_to_end
 
         return train_end_to_end
+    if name == "kvgrad_scores":  # the same
+        from ._kvgrad import kvgrad_scores
+
+        return kvgrad_scores
     raise AttributeError(f"module 'kvzap' has no attribute {name!r}")

@@ -57,7 +57,7 @@ MODIFIERS: dict[str, tuple[str, dict[str, str]]] = {
 REFUSED = {
     "KVzipPress": "the model reads the context twice: use kvzap.LLM with the policy kvzip or kvzip-plus",
     "RestoreKVPress": "it fills part of the cache with trained rows",
-    "KVgradPress": "it needs gradients",
+    "KVgradPress": "it needs gradients: evict by kvzap.kvgrad_scores with a function of your own",
     "FinchPress": "it has to know the question: use kvzap.LLM or the program with the policy finch",
     "ThinKPress": "it prunes dimensions of keys, not pairs",
     "CAMPress": "it spreads evicted values over kept ones; the nearest one is a decode cut with +merge",

@@ -80,14 +80,10 @@ void apply_softmax(const ExecutionSpace& exec, const Softmax& softmax) {
         const float sink = softmax.sink(q);
         float most = largest_of(team, x, count);
         if (sink > most) most = sink;
-        float sum = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, count),
-            [&](std::int64_t r, float& partial) { partial += base::math::exp(x[r] - most); }, sum);
-        sum += base::math::exp(sink - most);
-        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, rows), [&](std::int64_t r) {
-          x[r] = r < count ? base::math::exp(x[r] - most) / sum : 0.0f;
-        });
+        const float sum =
+            exponentials_of<float>(team, x, count, most) + base::math::exp(sink - most);
+        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, rows),
+                             [&](std::int64_t r) { x[r] = r < count ? x[r] / sum : 0.0f; });
       });
 }
 

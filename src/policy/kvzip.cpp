@@ -124,15 +124,7 @@ void kvzip_exponentials(const ExecutionSpace& exec, const KvzipTile& tile) {
         float* const logits = tile.logits + q * tile.columns;
         const std::int64_t count = tile.seen + q;
         const float largest = largest_of(team, logits, count);
-        float sum = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, count),
-            [&](std::int64_t c, float& partial) {
-              const float e = base::math::exp(tile.scaling * (logits[c] - largest));
-              logits[c] = e;
-              partial += e;
-            },
-            sum);
+        const auto sum = exponentials_of<float>(team, logits, count, largest, tile.scaling);
         Kokkos::single(Kokkos::PerTeam(team), [&] { tile.factors[q] = tile.scales[q] / sum; });
       });
 }

@@ -63,15 +63,7 @@ void exponentials(const ExecutionSpace& exec, const linalg::Matrix& products, st
         const std::int64_t q = team.league_rank();
         float largest = largest_of(team, &products(q, 0), keys);
         if (padded > 0 && largest < padded_score) largest = padded_score;
-        float sum = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, keys),
-            [&](std::int64_t k, float& partial) {
-              const float e = base::math::exp(products(q, k) - largest);
-              products(q, k) = e;
-              partial += e;
-            },
-            sum);
+        auto sum = exponentials_of<float>(team, &products(q, 0), keys, largest);
         if (padded > 0) sum += static_cast<float>(padded) * base::math::exp(padded_score - largest);
         Kokkos::single(Kokkos::PerTeam(team), [&] { inverse(q) = 1 / sum; });
       });

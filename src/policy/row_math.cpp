@@ -126,14 +126,7 @@ void soften(const ExecutionSpace& exec, float* logits, std::int64_t rows, std::i
         const std::int64_t i = team.league_rank();
         float* const vector = logits + i * rows;
         const float largest = largest_of(team, vector, rows);
-        double sum = 0;
-        Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, rows),
-            [&](std::int64_t r, double& partial) {
-              vector[r] = base::math::exp(vector[r] - largest);
-              partial += static_cast<double>(vector[r]);
-            },
-            sum);
+        const auto sum = exponentials_of<double>(team, vector, rows, largest);
         Kokkos::single(Kokkos::PerTeam(team), [&] {
           factors(i) = static_cast<float>(1 / (sum * static_cast<double>(count)));
         });

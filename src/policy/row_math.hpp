@@ -68,6 +68,23 @@ KOKKOS_INLINE_FUNCTION float largest_of(const Member& team, const float* values,
   return largest;
 }
 
+/// values(i) = exp(scaling * (values(i) - largest)). Returns their sum, in Sum, to all threads of a
+/// team, which then see the values.
+template <class Sum, class Member>
+KOKKOS_INLINE_FUNCTION Sum exponentials_of(const Member& team, float* values, std::int64_t count,
+                                           float largest, float scaling = 1) {
+  Sum sum = 0;
+  Kokkos::parallel_reduce(
+      Kokkos::TeamThreadRange(team, count),
+      [&](std::int64_t i, Sum& partial) {
+        values[i] = base::math::exp(scaling * (values[i] - largest));
+        partial += static_cast<Sum>(values[i]);
+      },
+      sum);
+  team.team_barrier();
+  return sum;
+}
+
 /// inverse(r) = 1 / max(|rows(r, :)|, 1e-12)
 void inverse_norms(const ExecutionSpace& exec, const PolicyLayer::RowsView& rows,
                    const Kokkos::View<float*, MemorySpace>& inverse);

@@ -501,9 +501,11 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
 
   declare_pruning(app, o);
   const auto pruning = "Pruning";
-  app.add_option("--prune-after", o.pruning_texts.prune_after,
-                 "apply a budget after the context, or after context and question together: then "
-                 "the question decides which rows stay. Until then the cache is full")
+  app.add_option(
+         "--prune-after", o.pruning_texts.prune_after,
+         "apply a budget after the context, or after context and question together: then "
+         "the question decides which rows stay. Until then the cache is full (with finch and "
+         "--prefill sparse it never is)")
       ->capture_default_str()
       ->check(CLI::IsMember(moments))
       ->group(pruning);

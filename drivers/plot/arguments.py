@@ -51,7 +51,7 @@ def parser():
     kept.add_argument("--when", choices=("context", "end"), default="context",
                       help="after the context, or after the last answer (default: %(default)s)")
     kept.add_argument("--ratios", metavar="FILE", help="also write the mean evict ratio of every KV head over all files, as "
-                      "JSON for the modifier +per-head:ratios=FILE")
+                      "JSON for the modifier +per-head:ratios=FILE; - is standard output")
     positions = add("positions", plot_positions,
                     "which positions of the text each layer kept, as the share of its KV heads that did", "CACHE.h5")
     positions.add_argument("--bins", type=int, default=400, help="columns of the image (default: %(default)s)")

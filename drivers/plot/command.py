@@ -9,6 +9,7 @@ import warnings
 
 from .arguments import parser
 from .errors import PlotError, plain, tell
+from .files import is_same_file
 from .style import use_small_type
 
 
@@ -116,9 +117,8 @@ def main():
         figures = draw(options, pyplot)
         for output, figure in figures.items():
             for file in options.files:
-                with contextlib.suppress(OSError):
-                    if os.path.samefile(file, output):
-                        raise PlotError(f"--output: {output}: is the input {file} too")
+                if is_same_file(file, output):
+                    raise PlotError(f"--output: {output}: is the input {file} too")
             save(figure, output, options.format)
     except PlotError as error:
         tell(f"error: {error}")

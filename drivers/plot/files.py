@@ -43,6 +43,14 @@ def format_of(file):
     return name if name in DRAWN_BY else ""
 
 
+def is_same_file(one, other):
+    """Whether two paths lead to one file, which need not exist yet."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
 def file_in(path, name):
     """A file of this name if the path is a folder, else the path."""
     return os.path.join(path, name) if os.path.isdir(path) else path

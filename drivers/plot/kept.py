@@ -1,12 +1,11 @@
 """`kvzap-plot kept`: the share of rows that every KV head kept."""
-import contextlib
 import json
 import math
-import os
 import pathlib
+import sys
 
-from .errors import PlotError, expect, integers
-from .files import HDF5_BEGIN, begins_with, read_report
+from .errors import PlotError, expect, integers, shown
+from .files import HDF5_BEGIN, begins_with, is_same_file, read_report
 from .snapshot_file import Snapshot, keep_ratios
 from .style import name_ticks
 from .words import amount, setting_words, wrapped
@@ -44,14 +43,21 @@ def kept_shares(report, file, when):
     """Kept rows over tokens, (layer, KV head), after the context or at the end of the last answer."""
     answers = report.get("answers")
     expect(isinstance(answers, list) and all(isinstance(a, dict) for a in answers), file, "answers",
-           "a list of objects", json.dumps(answers)[:60])
+           "a list of objects", shown(answers))
     cache = report.get("context") if when == "context" or not answers else answers[-1].get("cache")
     expect(isinstance(cache, dict), file, when, "an object", type(cache).__name__)
-    rows, tokens = cache.get("kept_rows"), cache.get("tokens")
-    expect(integers([tokens]) and tokens > 0, file, "tokens", "a positive integer", json.dumps(tokens))
-    expect(isinstance(rows, list) and rows and all(integers(r) and len(r) == len(rows[0]) > 0 for r in rows), file,
-           "kept_rows", "a list of integers for each layer, of one length", json.dumps(rows)[:60])
-    return [[row / tokens for row in heads] for heads in rows], tokens
+    tokens = cache.get("tokens")
+    return shares_of(file, cache.get("kept_rows"), tokens), tokens
+
+
+def shares_of(name, rows, tokens):
+    """Numbers of kept rows, (layer, KV head), over the tokens of their sequence; refuses what no sequence has."""
+    expect(integers([tokens]) and tokens > 0, name, "tokens", "a positive integer", shown(tokens))
+    expect(isinstance(rows, list) and rows and all(integers(r) and len(r) == len(rows[0]) > 0 for r in rows), name,
+           "kept_rows", "a list of integers for each layer, of one length", shown(rows))
+    wrong = next((row for heads in rows for row in heads if not 0 <= row <= tokens), None)
+    expect(wrong is None, name, "kept_rows", f"0 to {tokens} rows, as there are tokens", wrong)
+    return [[row / tokens for row in heads] for heads in rows]
 
 
 def mean_ratios(named):
@@ -62,14 +68,18 @@ def mean_ratios(named):
     first_name, first = named[0]
     for name, shares in named:
         expect(sizes(shares) == sizes(first), name, "kept_rows", f"{sizes(first)} as in {first_name}", sizes(shares))
-    return [[round(min(1, max(0, 1 - sum(shares) / len(named))), 6) for shares in zip(*heads)]
+    return [[round(1 - sum(shares) / len(named), 6) for shares in zip(*heads)]
             for heads in zip(*(shares for _, shares in named))]
 
 
 def write_ratios(ratios, file):
-    """Writes the file of +per-head:ratios=FILE, a line for each layer."""
+    """Writes the file of +per-head:ratios=FILE, a line for each layer; on standard output if its name is -."""
+    text = "[" + ",\n ".join(map(json.dumps, ratios)) + "]\n"
+    if file == "-":
+        sys.stdout.write(text)
+        return
     try:
-        pathlib.Path(file).write_text("[" + ",\n ".join(map(json.dumps, ratios)) + "]\n", encoding="utf-8")
+        pathlib.Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlotError(f"{file}: {error.strerror or error}") from None
 
@@ -77,10 +87,9 @@ def write_ratios(ratios, file):
 def plot_kept(options, pyplot):
     runs = [Kept(file, options.when) for file in options.files]
     if options.ratios:
-        for file in options.files:
-            with contextlib.suppress(OSError):
-                if os.path.samefile(file, options.ratios):
-                    raise PlotError(f"--ratios: {options.ratios}: is the input {file} too")
+        for what, file in [*(("input", file) for file in options.files), ("plot", options.output)]:
+            if is_same_file(file, options.ratios):
+                raise PlotError(f"--ratios: {options.ratios}: is the {what} {file} too")
         write_ratios(mean_ratios([(file, run.shares) for file, run in zip(options.files, runs)]), options.ratios)
     layers, heads = (max(len(sizes) for sizes in of_all) for of_all in zip(*((r.shares, r.shares[0]) for r in runs)))
     # Runs of models with other layers, or layers left out, cannot share an axis.

@@ -30,20 +30,22 @@ def head_ratios(reports: Iterable[Report | str | os.PathLike[str]],
     reports: `Session.report` or `Cache.report` after the context; or files of `kvzap run --json` and snapshots
     file: written as JSON lists, for +per-head:ratios=FILE
 
-    Raises kvzap.Error for files of another kind, and for reports of models with other layers or heads.
+    Raises kvzap.Error for files of another kind, for reports of models with other layers or heads, and for numbers of rows
+    that the tokens cannot have; TypeError for other objects.
     """
     import numpy as np
 
     from ._plot.errors import PlotError
-    from ._plot.kept import Kept, mean_ratios, write_ratios
+    from ._plot.kept import Kept, mean_ratios, shares_of, write_ratios
 
+    if isinstance(reports, (str, os.PathLike, Report)):
+        raise TypeError(f"reports: expected a list of reports or files, found {type(reports).__name__}")
     named = []
     try:
         for number, report in enumerate(reports):
             if isinstance(report, Report):
-                if report.tokens < 1:
-                    raise Error(f"reports[{number}]: tokens: expected at least 1, found {report.tokens}")
-                named.append((f"reports[{number}]", (report.kept / report.tokens).tolist()))
+                name = f"reports[{number}]"
+                named.append((name, shares_of(name, report.kept.tolist(), report.tokens)))
             elif isinstance(report, (str, os.PathLike)):
                 named.append((os.fspath(report), Kept(os.fspath(report), "context").shares))
             else:

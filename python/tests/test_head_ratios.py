@@ -1,4 +1,5 @@
 """Budgets of heads: learnt from reports, and kept by +per-head."""
+import dataclasses
 import json
 
 import kvzap
@@ -66,6 +67,9 @@ def test_files_of_reports(texts, tmp_path):
         report = chat.read(texts[1]).report
     with pytest.raises(kvzap.Error, match=r"reports\[1\]: kept_rows: expected 2 layers of 2 KV heads as in .*run.json"):
         kvzap.head_ratios([file, report])
+    for kept in (report.kept + report.tokens, report.kept - report.tokens):
+        with pytest.raises(kvzap.Error, match=rf"reports\[0\]: kept_rows: expected 0 to {report.tokens} rows"):
+            kvzap.head_ratios([dataclasses.replace(report, kept=kept)])
 
 
 def test_bad_input(tmp_path):
@@ -73,6 +77,9 @@ def test_bad_input(tmp_path):
         kvzap.head_ratios([])
     with pytest.raises(TypeError, match=r"reports\[0\]: expected a Report or a file, found int"):
         kvzap.head_ratios([3])
+    for one in ("run.json", tmp_path / "run.json"):
+        with pytest.raises(TypeError, match="reports: expected a list of reports or files, found"):
+            kvzap.head_ratios(one)
     with pytest.raises(kvzap.Error, match="none.json"):
         kvzap.head_ratios([tmp_path / "none.json"])
     (tmp_path / "text").write_text("no report")

@@ -4,6 +4,7 @@ import html.parser
 import importlib.util
 import io
 import json
+import pathlib
 import re
 import shutil
 import sys
@@ -100,6 +101,13 @@ class Plots(PlotCase):
         self.assertEqual(json.loads(ratios.read_text()), [[0.375, 0], [0.75, 0.725]])
         self.expect_error("--ratios", "is the input", arguments=["kept", *files, "--ratios", files[1]])
         self.expect_error("No such file", arguments=["kept", *files, "--ratios", self.folder / "no" / "f"])
+        self.expect_error("--ratios", "is the plot", arguments=["kept", *files, "--ratios", self.folder / "." / "never.svg"])
+        result = self.plot("kept", *files, "--ratios", "-", "-o", self.folder / "kept.svg")
+        self.assertEqual((result.code, json.loads(result.out)), (0, [[0.375, 0], [0.75, 0.725]]), result)
+        self.assertFalse(pathlib.Path("-").exists())
+        for rows, found in (([[5, 11], [0, 2]], "11"), ([[5, 10], [0, -1]], "-1")):
+            self.expect_error("d.json: kept_rows: expected 0 to 10 rows", f"found {found}",
+                              arguments=["kept", report("d.json", 10, rows)])
         other = report("c.json", 20, [[15, 20, 3], [10, 7, 3]])
         self.expect_error("c.json: kept_rows: expected 2 layers of 2 KV heads as in", "found 2 layers of 3 KV heads",
                           arguments=["kept", files[0], other, "--ratios", ratios])

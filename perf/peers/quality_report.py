@@ -13,7 +13,7 @@ PERPLEXITY_KV_TYPES = (*KV_TYPES, "q4,q3", "q3", "q8,q2", "q4,q2", "q3,q2", "q2"
 WINDOWS = (8, 32, 128, 1)  # recent tokens that KVzap keeps
 EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-2048-oracle", "ruler-4096", "ruler-4096-oracle",
                "summary", "perplexity", "generation", "kv-perplexity", "linear-ruler", "linear-facts", "window", "every",
-               "newer", "rest", "policy-windows", *(f"read-pages-{share}-{rows}" for share in ("all", "0.5", "0.25") for rows in (64, 16)),
+               "demo", "newer", "rest", "policy-windows", *(f"read-pages-{share}-{rows}" for share in ("all", "0.5", "0.25") for rows in (64, 16)),
                *(f"ruler-{length}-window-{window}" for length in (4096, 8000) for window in ("128", "32", "8", "8-sink-4")),
                *(f"end-to-end-{tasks}" for tasks in ("facts", "ruler-1024", "ruler-2048", "ruler-4096", "perplexity")),
                *(f"kv-types-{kv_type}" for kv_type in KV_TYPES),

@@ -88,6 +88,10 @@ class Plots(PlotCase):
         self.assertEqual(svg, self.expect_image("again.svg", "kept", report))
         self.assertTrue(self.expect_image("end.png", "kept", report, report, "--when", "end").startswith(b"\x89PNG"))
 
+    def test_the_command_beside_the_program(self):
+        result = run_command([pathlib.Path(KVZAP).with_name("kvzap-plot"), "kept", "--help"])
+        self.assertEqual((result.code, result.err), (0, b""), result)
+
     def test_ratios_of_heads(self):
         def report(name, tokens, rows):
             file = self.folder / name

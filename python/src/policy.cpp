@@ -259,6 +259,9 @@ std::string add_policy(const nb::object& given, const nb::object& given_name,
   const auto function = as<nb::callable>(given, "function", "a function");
   const std::string name = given_name.is_none() ? name_of(function, given_name)
                                                 : as<std::string>(given_name, "name", "a name");
+  if (name.substr(0, 1) == "-") {  // an option on command lines
+    throw Error("the name of a policy is " + name + "; expected a letter, digit or _ first");
+  }
   NamedFunction named{held(function), recent_of(given_recent),
                       as<bool>(given_by_token, "by_token", "True or False")};
   const EngineLock lock(Wait::interruptibly);  // no engine reads the list
@@ -426,7 +429,7 @@ void bind_policy(nb::module_& module) {
              "`press` and `serve` and in requests to it: "
              "LLM(model, \"value_norm@evict-ratio=0.5@decode-every=128\").\n"
              "function, recent, by_token: as of `ScorePolicy`.\n"
-             "name: letters, digits, _ and -; None: the function's own.\n"
+             "name: letters, digits, _ and -, which is not the first; None: the function's own.\n"
              "Returns the name. A later call with the same name replaces the function for models "
              "and requests that follow. Raises kvzap.Error for the name of another policy, and "
              "unless recent and by_token are those of before.");

@@ -19,7 +19,7 @@ from . import _kvzap
 from ._errors import Error
 from ._flags import flags, named, path
 from ._identity import identity
-from ._kvpress import Press, from_press, is_press
+from ._kvpress import Press, is_press, unpressed
 from ._kvzap import Pruning, ScorePolicy
 
 if TYPE_CHECKING:
@@ -102,11 +102,8 @@ class _Settings:
         for number, policy in enumerate(policies):
             self._add(policy, f"policies[{number}]")
 
-    def _add(self, policy: Policy, place: str) -> None:
-        if isinstance(policy, Press):
-            policy = policy.pruning
-        elif is_press(policy):
-            policy = from_press(policy)
+    def _add(self, policy: object, place: str) -> None:
+        policy = unpressed(policy)
         if isinstance(policy, str):
             if "\0" in policy:
                 raise ValueError(f"{place}: {policy!r} has a NUL character; expected a policy's text")

@@ -213,6 +213,13 @@ def is_press(value: object) -> bool:
     return hasattr(value, "forward_hook") and any(kind.__name__.endswith("Press") for kind in kinds)
 
 
+def unpressed(policy: object) -> object:
+    """The pruning of a press, of this package or of kvpress; other objects as they are."""
+    if isinstance(policy, Press):
+        return policy.pruning
+    return from_press(policy) if is_press(policy) else policy
+
+
 def press(name: str | Pruning | ScorePolicy | Any, *, evict_ratio: float | None = None,
           compression_ratio: float | None = None, keep_tokens: int | None = None,
           threshold: float | str | None = None, **parameters: object) -> Press:
@@ -234,7 +241,7 @@ def press(name: str | Pruning | ScorePolicy | Any, *, evict_ratio: float | None 
     if not isinstance(name, str):
         if parameters or {evict_ratio, compression_ratio, keep_tokens, threshold} != {None}:
             raise TypeError("press: a pruning or a press has its own amount and parameters")
-        pruning = from_press(name) if is_press(name) else name
+        pruning = unpressed(name)
         if not isinstance(pruning, (Pruning, ScorePolicy)):
             raise TypeError(f"press: expected a policy's name, a Pruning, a ScorePolicy or a press of kvpress, found "
                             f"{type(name).__name__}")

@@ -3,32 +3,17 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import _kvzap
 from ._errors import Error
 from ._flags import flags, named, path
-from ._kvpress import Press, from_press, is_press
-from ._kvzap import Pruning, ScorePolicy, add_policy
+from ._kvpress import unpressed
+from ._kvzap import Pruning, ScorePolicy
 
 if TYPE_CHECKING:
     from ._flags import Path
-
-
-def _policy_text(policy: Any) -> str:
-    """The text of --policy. A function gets its name in this process."""
-    if isinstance(policy, Press):
-        policy = policy.pruning
-    elif is_press(policy):
-        policy = from_press(policy)
-    if isinstance(policy, ScorePolicy):
-        recent, by_token = policy._kind
-        name = add_policy(policy.function, policy.name, recent=recent, by_token=by_token)
-        return f"{name}@{str(policy).partition('@')[2]}"
-    if isinstance(policy, (str, Pruning)):
-        return str(policy)
-    raise TypeError("policy: expected a text, a Pruning, a ScorePolicy or a press, found "
-                    f"{type(policy).__name__}")
+    from ._kvpress import Press
 
 
 def serve(model: Path, policy: str | Pruning | ScorePolicy | Press | None = None, **options: object) -> None:
@@ -59,14 +44,19 @@ def serve(model: Path, policy: str | Pruning | ScorePolicy | Press | None = None
     for name in ("help", "version"):
         if options.pop(name, None):
             raise TypeError(f"serve: {name} is an option of the program alone")
-    text = None if policy is None else _policy_text(policy)
+    policy = unpressed(policy)  # type: ignore[assignment]
+    if policy is not None and not isinstance(policy, (str, Pruning, ScorePolicy)):
+        raise TypeError(f"policy: expected a text, a Pruning, a ScorePolicy or a press, found {type(policy).__name__}")
+    own = policy if isinstance(policy, ScorePolicy) else None
+    text = None if policy is None or own else str(policy)
+    functions = [*_kvzap._added_policies(), *([own.name] if own else [])]
     others = flags(options)
     model = path(model, "model")
     command = ["serve", "-m", model, *([] if text is None else [f"--policy={text}"]), *others]
     values = [model, *([] if text is None else [text]), *(one.partition("=")[2] for one in others)]
     try:
-        _kvzap._serve(command, lambda message: warnings.warn(named(message, values), stacklevel=3),
-                      ", ".join(_kvzap._added_policies()))
+        _kvzap._serve(command, own, lambda message: warnings.warn(named(message, values), stacklevel=3),
+                      ", ".join(functions))
     except Error as error:
         error.args = (named(str(error), values), *error.args[1:])
         raise

@@ -17,13 +17,6 @@
 namespace kvzap::python {
 namespace {
 
-/// Returns the policy with the name that the settings of an evaluation give it.
-std::shared_ptr<const PolicyInfo> named(const ScorePolicy& policy, const std::string& name) {
-  PolicyInfo info = *policy.info;
-  info.name = name;
-  return std::make_shared<const PolicyInfo>(std::move(info));
-}
-
 driver::EvalHost host_of(const nb::dict& own, const nb::object& progress, const nb::object& warn) {
   driver::EvalHost host;
   for (const auto& [key, entry] : own) {

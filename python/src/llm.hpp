@@ -43,6 +43,8 @@ struct ScorePolicy {
   std::int64_t recent = 0;
 };
 
+/// Returns the policy with the name that the program shows.
+std::shared_ptr<const PolicyInfo> named(const ScorePolicy& policy, const std::string& name);
 /// Returns the pruning that an argument of Python names: a Pruning, its text, None, or a
 /// ScorePolicy, which goes into the options.
 Pruning pruning_of(const nb::object& pruning, SessionOptions& options);

@@ -417,6 +417,12 @@ void bind_score_policy(nb::module_& module) {
 
 }  // namespace
 
+std::shared_ptr<const PolicyInfo> named(const ScorePolicy& policy, const std::string& name) {
+  PolicyInfo info = *policy.info;
+  info.name = name;
+  return std::make_shared<const PolicyInfo>(std::move(info));
+}
+
 void bind_policy(nb::module_& module) {
   bind_layer(module);
   bind_score_policy(module);

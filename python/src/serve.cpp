@@ -11,13 +11,16 @@
 #include "commands/support/version.hpp"
 #include "llm.hpp"
 #include "options/arguments.hpp"
+#include "options/policy_options.hpp"
 
 namespace kvzap::python {
 namespace {
 
 /// Runs `kvzap` with these arguments, of serve, until a signal ends it. Returns the exit status.
-/// `functions`: names of add_policy. Raises ValueError for a prefix store beside them.
-int serve(const nb::list& texts, const nb::object& warn, const std::string& functions) {
+/// `own`: the ScorePolicy of requests that name none, or None. `functions`: names of all functions.
+/// Raises ValueError for a prefix store beside them.
+int serve(const nb::list& texts, const nb::object& own, const nb::object& warn,
+          const std::string& functions) {
   std::vector<std::string> arguments;
   for (const nb::handle& text : texts) {
     arguments.push_back(as<std::string>(text, "serve", "a text"));
@@ -28,6 +31,7 @@ int serve(const nb::list& texts, const nb::object& warn, const std::string& func
     throw Error(reading.error.empty() ? "help and version are no options of serve" : reading.error);
   }
   for (const std::string& note : reading.notes) warn(note);
+  const ScorePolicy* const policy = own.is_none() ? nullptr : &nb::cast<const ScorePolicy&>(own);
   return in_engine([&] {
     const FailuresAsTexts texts_of_failures;  // an answer has the error, and the server goes on
     const Communicator comm = Communicator::self();
@@ -38,6 +42,13 @@ int serve(const nb::list& texts, const nb::object& warn, const std::string& func
           "expected no prefix_store beside " +
           functions);
     }
+    if (policy != nullptr) {  // beside the flags, and instead of a deck's policy, as --policy is
+      Pruning& pruning = line.serve_options.pruning;
+      line.serve_options.pruning_texts.policy.clear();
+      driver::resolve_pruning(line.serve_options);
+      pruning = Pruning::parse(policy->pruning.text(), pruning);
+      pruning.policy = PolicyText(named(*policy, "python:" + policy->name));
+    }
     driver::check_options(line, comm);
     return driver::serve(line.serve_options, comm, driver::version, driver::revision);
   });
@@ -46,7 +57,8 @@ int serve(const nb::list& texts, const nb::object& warn, const std::string& func
 }  // namespace
 
 void bind_serve(nb::module_& module) {
-  module.def("_serve", &serve, nb::arg("arguments"), nb::arg("warn"), nb::arg("functions"));
+  module.def("_serve", &serve, nb::arg("arguments"), nb::arg("own").none(), nb::arg("warn"),
+             nb::arg("functions"));
 }
 
 }  // namespace kvzap::python

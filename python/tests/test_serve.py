@@ -61,6 +61,22 @@ def test_a_name_given_again_is_the_newer_function():
         kvzap.add_policy(newest, "changing", recent=4)
 
 
+def test_the_policy_of_a_server_gets_no_name(tmp_path):
+    deck = tmp_path / "deck.toml"
+    deck.write_text('policy = "unknown"\n')
+    kvzap.add_policy(value_norm, "own")
+    expected = answer_of("own@keep-tokens=32")
+    names = kvzap._kvzap._added_policies()
+    for name in ("own", "knorm", "never", "never"):
+        policy = kvzap.ScorePolicy(newest, evict_ratio=0.5, name=name, recent=len(names))
+        with pytest.raises(kvzap.Error, match="port"):
+            kvzap.serve(MODEL, policy, port=-3, config=deck)
+        with pytest.raises(ValueError, match=f"expected no prefix_store beside .*{name}"):
+            kvzap.serve(MODEL, kvzap.press(policy), prefix_store="store")
+    assert kvzap._kvzap._added_policies() == names
+    assert answer_of("own@keep-tokens=32") == expected
+
+
 @pytest.mark.parametrize("name", ["snapkv", "ada", "none"])
 def test_names_of_others_are_refused(name):
     with pytest.raises(kvzap.Error, match=f"the policy {name} exists"):

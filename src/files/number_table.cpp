@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <kvzap/core/types.hpp>
 #include <nlohmann/json.hpp>
 #include <string_view>
 
@@ -19,6 +20,27 @@ namespace {
 constexpr std::uintmax_t most_table_bytes = 64u << 20;
 constexpr std::size_t most_table_dimensions = 3;
 constexpr std::string_view npy_magic = "\x93NUMPY";
+
+template <class Value>
+double read_as(const char* data) {
+  Value value;
+  std::memcpy(&value, data, sizeof(value));
+  return static_cast<double>(value);
+}
+
+/// A type of values in .npy files.
+struct NpyType {
+  std::string_view descr;
+  std::size_t bytes;
+  double (*read)(const char* data);
+};
+constexpr NpyType npy_types[] = {
+    {"'<f2'", 2, read_as<half>},          {"'<f4'", 4, read_as<float>},
+    {"'<f8'", 8, read_as<double>},        {"'|i1'", 1, read_as<std::int8_t>},
+    {"'<i2'", 2, read_as<std::int16_t>},  {"'<i4'", 4, read_as<std::int32_t>},
+    {"'<i8'", 8, read_as<std::int64_t>},  {"'|u1'", 1, read_as<std::uint8_t>},
+    {"'<u2'", 2, read_as<std::uint16_t>}, {"'<u4'", 4, read_as<std::uint32_t>},
+    {"'<u8'", 8, read_as<std::uint64_t>}, {"'|b1'", 1, read_as<std::uint8_t>}};
 
 /// The first bytes of a .npy file: a Python dict of its type, order and shape.
 struct NpyHeader {
@@ -37,13 +59,13 @@ struct NpyHeader {
     return rest;
   }
 
-  /// Returns the bytes of a value, 4 or 8.
-  std::size_t value_bytes() const {
+  const NpyType& type() const {
     const std::string_view descr = value("descr");
-    for (const std::size_t bytes : {4, 8}) {
-      if (descr.substr(0, 5) == fmt::format("'<f{}'", bytes)) return bytes;
+    for (const NpyType& type : npy_types) {
+      if (descr.substr(0, type.descr.size()) == type.descr) return type;
     }
-    throw_unexpected(where + ": descr", "'<f4' or '<f8'", shown(descr.substr(0, descr.find(','))));
+    throw_unexpected(where + ": descr", "little-endian floats or whole numbers, such as '<f4'",
+                     shown(descr.substr(0, descr.find(','))));
   }
 
   bool is_fortran_order() const {
@@ -87,17 +109,6 @@ struct NpyHeader {
   }
 };
 
-double value_at(std::string_view data, std::size_t place, std::size_t bytes) {
-  if (bytes == sizeof(float)) {
-    float value = 0;
-    std::memcpy(&value, data.data() + place * bytes, bytes);
-    return static_cast<double>(value);
-  }
-  double value = 0;
-  std::memcpy(&value, data.data() + place * bytes, bytes);
-  return value;
-}
-
 /// Returns the place of the C-ordered index `index` in an array in Fortran's order.
 std::size_t fortran_place(std::size_t index, const std::vector<std::int64_t>& shape) {
   std::size_t place = 0;
@@ -131,7 +142,7 @@ NumberTable read_npy(std::string_view content, const std::string& where) {
     throw_unexpected(where, fmt::format("a header of {} bytes", length), "the end of the file");
   }
   const NpyHeader header{where, content.substr(length_at + length_bytes, length)};
-  const std::size_t bytes = header.value_bytes();
+  const NpyType& type = header.type();
   const bool is_fortran = header.is_fortran_order();
   NumberTable table;
   table.shape = header.shape();
@@ -141,14 +152,15 @@ NumberTable read_npy(std::string_view content, const std::string& where) {
     if (count > most_table_bytes) break;
   }
   const std::string_view data = content.substr(data_at);
-  if (data.size() != count * bytes) {
-    throw_unexpected(
-        where + ": data",
-        fmt::format("the bytes of {} values of {} bytes each", text_of_shape(table.shape), bytes),
-        fmt::format("{} bytes", data.size()));
+  if (data.size() != count * type.bytes) {
+    throw_unexpected(where + ": data",
+                     fmt::format("the bytes of {} values of {} bytes each",
+                                 text_of_shape(table.shape), type.bytes),
+                     fmt::format("{} bytes", data.size()));
   }
   for (std::size_t i = 0; i < count; ++i) {
-    table.values.push_back(value_at(data, is_fortran ? fortran_place(i, table.shape) : i, bytes));
+    const std::size_t place = is_fortran ? fortran_place(i, table.shape) : i;
+    table.values.push_back(type.read(data.data() + place * type.bytes));
   }
   return table;
 }

@@ -18,9 +18,9 @@ struct NumberTable {
 std::string text_of_shape(const std::vector<std::int64_t>& shape);
 
 /// Returns the numbers of a file: nested JSON lists of equal lengths, or a .npy file (version 1 to
-/// 3) of little-endian float32 or float64. At most three dimensions, none of them empty. Throws
-/// Error "FILE: FIELD: expected …, found …" for anything else, and for more than 64 MiB. Values may
-/// be NaN or infinite in a .npy file.
+/// 3) of bools, whole numbers or little-endian float16 to float64. At most three dimensions, none
+/// of them empty. Throws Error "FILE: FIELD: expected …, found …" for anything else, and for more
+/// than 64 MiB. Values may be NaN or infinite in a .npy file.
 NumberTable read_number_table(const std::filesystem::path& file);
 
 }  // namespace kvzap::files

@@ -79,6 +79,32 @@ TEST_F(NumberTables, NpyFilesOfBothOrdersAndTypes) {
                              .values[0]));
 }
 
+TEST_F(NumberTables, NpyFilesOfSmallAndWholeNumbers) {
+  // numpy.array([0.5, 1, 0, -2.0 ** -24], dtype="float16")
+  EXPECT_EQ(
+      read(npy(dict_of("'<f2'", "(4,)"), bytes_of<std::uint16_t>({0x3800, 0x3c00, 0, 0x8001})))
+          .values,
+      (std::vector<double>{0.5, 1, 0, -0x1p-24}));
+  const auto expect = [&](const char* type, const std::string& data) {
+    SCOPED_TRACE(type);
+    const files::NumberTable table = read(npy(dict_of(type, "(2, 2)", "True"), data));
+    EXPECT_EQ(table.shape, Shape({2, 2}));
+    EXPECT_EQ(table.values, (std::vector<double>{0, 3, 1, 2}));
+  };
+  expect("'|i1'", bytes_of<std::int8_t>({0, 1, 3, 2}));
+  expect("'<i2'", bytes_of<std::int16_t>({0, 1, 3, 2}));
+  expect("'<i4'", bytes_of<std::int32_t>({0, 1, 3, 2}));
+  expect("'<i8'", bytes_of<std::int64_t>({0, 1, 3, 2}));
+  expect("'|u1'", bytes_of<std::uint8_t>({0, 1, 3, 2}));
+  expect("'<u2'", bytes_of<std::uint16_t>({0, 1, 3, 2}));
+  expect("'<u4'", bytes_of<std::uint32_t>({0, 1, 3, 2}));
+  expect("'<u8'", bytes_of<std::uint64_t>({0, 1, 3, 2}));
+  EXPECT_EQ(read(npy(dict_of("'<i8'", "(1,)"), bytes_of<std::int64_t>({-1}))).values,
+            std::vector<double>{-1});
+  EXPECT_EQ(read(npy(dict_of("'|b1'", "(2,)"), bytes_of<std::uint8_t>({1, 0}))).values,
+            (std::vector<double>{1, 0}));
+}
+
 TEST_F(NumberTables, RefusedJson) {
   refuse("", {"table"});
   refuse("3", {"expected a list", "found 3"});
@@ -103,8 +129,9 @@ TEST_F(NumberTables, RefusedNpy) {
   refuse(npy("{}", data), {"'descr'"});
   refuse(npy("{'descr': '<f8'}", data), {"'fortran_order'"});
   refuse(npy("{'descr': '<f8', 'fortran_order': False}", data), {"'shape'"});
-  for (const char* type : {"'<i8'", "'>f8'", "'|O'", "[('a', '<f8')]", "'<f2'", "", "'<f8"}) {
-    refuse(npy(dict_of(type, "(4,)"), data), {"descr", "expected '<f4' or '<f8'"});
+  for (const char* type : {"'<i3'", "'>f8'", "'|O'", "[('a', '<f8')]", "'<c8'", "", "'<f8"}) {
+    refuse(npy(dict_of(type, "(4,)"), data),
+           {"descr", "expected little-endian floats or whole numbers"});
   }
   refuse(npy(dict_of("'<f8'", "(4,)", "1"), data), {"fortran_order", "True or False"});
   for (const char* shape : {"()", "4", "(4", "(-4,)", "(0,)", "(,)", "(4.0,)", "(1, 1, 2, 2)", "",

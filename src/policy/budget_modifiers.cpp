@@ -66,7 +66,7 @@ void refuse(bool condition, const char* name, const std::string& why) {
 }
 
 // Reads ratios from a text file with one per line, or from a JSON list.
-std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
+std::vector<double> read_ratios(const std::string& file, const PolicySetup& setup) {
   if (std::filesystem::is_directory(file)) {
     throw Error(
         fmt::format("{}: is a folder; expected a file with an evict ratio per layer", file));
@@ -102,9 +102,9 @@ std::vector<double> read_ratios(const std::string& file, std::int64_t layers) {
                       file, i, ratios[i]));
     }
   }
-  if (static_cast<std::int64_t>(ratios.size()) != layers) {
-    throw Error(
-        fmt::format("{}: {} evict ratios; the model has {} layers", file, ratios.size(), layers));
+  if (!setup.has_layers(static_cast<std::int64_t>(ratios.size()))) {
+    throw Error(fmt::format("{}: {} evict ratios; the model has {} layers", file, ratios.size(),
+                            setup.config.num_hidden_layers));
   }
   return ratios;
 }
@@ -208,7 +208,7 @@ ModifierInfo per_layer() {
     refuse(choice.budget.pool != Budget::Pool::head || choice.budget.counts_pools, "per-layer",
            fmt::format("policy {} has a budget over many heads; it takes one ratio for all",
                        choice.info->name));
-    choice.budget.layer_ratios = read_ratios(p.ratios, setup.config.num_hidden_layers);
+    choice.budget.layer_ratios = read_ratios(p.ratios, setup);
     choice.budget.amount = Budget::Amount::evict_ratio;
     double sum = 0;
     for (const double ratio : choice.budget.layer_ratios) sum += ratio;

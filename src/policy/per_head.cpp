@@ -77,12 +77,15 @@ struct PerHeadParameters : PolicyParameters {
 };
 
 /// Reads the table of a file, whose shape must be (layers, heads) or (layers), of a curve
-/// (99, layers, heads).
-HeadRatios read_head_ratios(const std::string& file, bool is_curve, const ModelConfig& config) {
-  HeadRatios result;
-  result.layers = static_cast<int>(config.num_hidden_layers);
-  result.heads = static_cast<int>(config.num_key_value_heads);
+/// (99, layers, heads), with all layers of the model or those that run.
+HeadRatios read_head_ratios(const std::string& file, bool is_curve, const PolicySetup& setup) {
   const files::NumberTable table = files::read_number_table(file);
+  const std::size_t place = is_curve ? 1 : 0;
+  const std::int64_t layers = place < table.shape.size() ? table.shape[place] : 0;
+  HeadRatios result;
+  result.layers =
+      static_cast<int>(setup.has_layers(layers) ? layers : setup.config.num_hidden_layers);
+  result.heads = static_cast<int>(setup.config.num_key_value_heads);
   std::vector<std::int64_t> expected = {result.layers, result.heads};
   if (is_curve) expected.insert(expected.begin(), HeadRatios::curve_tables);
   const bool is_of_layers = !is_curve && table.shape.size() == 1;
@@ -162,7 +165,7 @@ ModifierInfo per_head() {
         }
         const bool is_curve = !p.curve.empty();
         check_choice(choice, is_curve);
-        HeadRatios ratios = read_head_ratios(is_curve ? p.curve : p.ratios, is_curve, setup.config);
+        HeadRatios ratios = read_head_ratios(is_curve ? p.curve : p.ratios, is_curve, setup);
         ratios.sink = p.sink;
         ratios.window = p.window;
         Budget& budget = choice.budget;

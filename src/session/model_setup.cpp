@@ -71,7 +71,8 @@ LoadedPruning load_policy(const Pruning& pruning, const ModelSetup& setup, DType
                           const Communicator& comm, const std::optional<RepeatPrompt>& repeat,
                           const PruningNames& names) {
   const ModelConfig whole = setup.whole_config();
-  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, setup.folder, comm};
+  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, setup.folder,
+                                 comm,  setup.config.num_hidden_layers};
   return load(pruning, policy_setup, repeat, names);
 }
 

@@ -212,6 +212,19 @@ class Budgets(TestCase):
             self.assertEqual(sum(kept), round(sum(shares)))
         for other in found[1:]:
             self.assertEqual(other, found[0])
+        # Of the layers that run, or of all.
+        few = self.folder / "few.json"
+        few.write_text(json.dumps(ratios[:3]))
+        layers = self.folder / "layers"
+        layers.write_text("0.1 0.2 0.3")
+        arguments = [*ASK, "-n", "2", "--json", "-", "-q", "--layers", "3", "--policy"]
+        for table in (few, file):
+            report = json.loads(self.succeed(*arguments, f"snapkv+per-head:ratios={table}").out)
+            self.assertEqual(report["context"]["kept_rows"], found[0][:3])
+            self.succeed(*arguments, f"snapkv+per-head:ratios={table}", "--dry-run")
+        self.succeed(*arguments, f"snapkv+per-layer:ratios={layers}")
+        self.fail_with(kvzap(*ASK, "--policy", f"knorm+per-head:ratios={few}"), f"{few}: shape: expected ({LAYERS}, {HEADS})")
+        self.fail_with(kvzap(*ASK, "--policy", f"knorm+per-layer:ratios={layers}"), f"3 evict ratios; the model has {LAYERS} layers")
         file.write_text("[[0.5]]")
         result = kvzap(*ASK, "--policy", f"knorm+per-head:ratios={file}", ranks=2)
         self.fail_with(result, f"{file}: shape: expected ({LAYERS}, {HEADS})")

@@ -118,7 +118,8 @@ void dry_run(RunOptions options, const ModelSetup& setup, const Tokenizer* token
   options.kv_type = resolved_kv_type(options, config, pruned == 0 ? tokens : pruned);
   const DType dtype = dtype_from_name(options.dtype);
   const ModelConfig whole = setup.whole_config();
-  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model, comm};
+  const PolicySetup policy_setup{whole, setup.partition_of_all_layers, dtype, options.model,
+                                 comm,  setup.config.num_hidden_layers};
   PlanReport report;
   report.tokens = tokens;
   // More were not tried.

@@ -326,8 +326,9 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
 
 int Serving::run(Engine& engine) {
   const ModelConfig whole = m_setup->whole_config();
-  const PolicySetup setup{whole, m_setup->partition_of_all_layers, dtype_from_name(m_options.dtype),
-                          m_setup->folder, m_comm};
+  const PolicySetup setup{
+      whole,  m_setup->partition_of_all_layers, dtype_from_name(m_options.dtype), m_setup->folder,
+      m_comm, m_setup->config.num_hidden_layers};
   const server::RequestPolicies policies(engine, setup, m_repeat,
                                          m_options.request_policies == "on");
   Executor executor(

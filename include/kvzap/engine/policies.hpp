@@ -28,6 +28,12 @@ struct PolicySetup {
   DType dtype = DType::f32;
   std::filesystem::path model;  // its folder
   Communicator comm;
+  std::int64_t running_layers = 0;  // the first ones, if `config` has more; 0: all
+
+  /// Whether a table for so many layers has all layers of the model, or those that run.
+  bool has_layers(std::int64_t layers) const {
+    return layers == config.num_hidden_layers || (layers > 0 && layers == running_layers);
+  }
 };
 
 struct PolicyChoice;

@@ -100,7 +100,7 @@ void set_same_kind(Pruning& pruning, const PruneWish& wish, const LoadedPruning&
   }
   if (pruning.policy.modifiers().empty()) return;
   throw BadRequest(field,
-                   fmt::format("the server's policy {} has modifiers; expected its own amount, or "
+                   fmt::format("the server's policy {} has modifiers; expected no amount, or "
                                "kvzap.policy",
                                pruning.policy.name()));
 }

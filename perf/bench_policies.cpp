@@ -239,7 +239,8 @@ void register_benchmarks(const Options& options) {
                            "simlayerkv",
                            "h2o",
                            "kvzip",
-                           "kvzip-plus"}) {
+                           "kvzip-plus",
+                           "kvcompose"}) {
     cases.push_back({name, name});
   }
   cases.push_back({"finch", "finch", PruneMoment::question});

@@ -185,11 +185,12 @@ PolicyArguments read_arguments(const PolicyText::Part& part, const std::string& 
 }
 
 void check_alone(const PolicySpec& spec) {
-  if (spec.modifiers.size() < 2 || !spec.has_modifier(&ModifierInfo::is_alone)) return;
-  const std::size_t alone = spec.modifiers[0].first->is_alone ? 0 : 1;
-  throw Error(fmt::format("modifier {} gives each head its own rows: it excludes modifier {}",
-                          spec.modifiers[alone].first->name,
-                          spec.modifiers[1 - alone].first->name));
+  for (const auto& [alone, arguments] : spec.modifiers) {
+    if (!alone->is_alone || spec.modifiers.size() < 2) continue;
+    const std::size_t other = spec.modifiers[0].first == alone ? 1 : 0;
+    throw Error(fmt::format("modifier {} gives each head its own rows: it excludes modifier {}",
+                            alone->name, spec.modifiers[other].first->name));
+  }
 }
 
 PolicySpec parse_as(const PolicyText& text, Completeness completeness) {

@@ -263,6 +263,8 @@ TEST_F(PerHead, RefusesOtherBudgets) {
     refuse(of("knorm", "curve", "curve.npy") + other, half(),
            {"modifier per-head", std::string_view(other).substr(1)});
   }
+  refuse(of("knorm", "curve", "curve.npy") + "+dms+ada", half(),
+         {"modifier per-head gives each head its own rows: it excludes modifier dms"});
   refuse(of("streaming-llm", "curve", "curve.npy"), half(),
          {"streaming-llm", "one number of rows for all heads"});
   refuse(of("h2o:local=on", "curve", "curve.npy"), half(), {"one number of rows"});

@@ -1,6 +1,7 @@
 #include "attention/device/page_choice.hpp"
 
 #include <algorithm>
+#include <kvzap/core/keep_list.hpp>
 
 #include "base/launch.hpp"
 #include "base/scratch.hpp"
@@ -13,7 +14,7 @@ namespace {
 // Pages whose bounds a team adds up, and its threads and lanes.
 constexpr int pages_at_once = 32;
 constexpr base::TeamShape score_shape{8, 32};
-constexpr base::TeamShape order_shape{16, 32};
+constexpr base::TeamShape order_shape{512, 1};
 
 /// Writes the largest score that a key of each full page can have with a query of the group. A team
 /// takes some pages of a head. Bounds of quantised keys are rotated, and so are the queries then.
@@ -68,12 +69,14 @@ struct ScorePages {
 };
 
 /// Lists the chosen pages of a head in their order, then the page after the full ones. One team a
-/// head.
+/// head, in time proportional to its pages.
 struct ListPages {
+  static constexpr int bins = 256;  // of eight bits of a key
+  static constexpr int scratch_bytes = (bins + 2) * static_cast<int>(sizeof(int));
+
   RaggedLayer layer;
   ReadPages read;
   const float* scores;     // (head, full)
-  std::int32_t* chosen;    // (head, full)
   PageId* table;           // (head, width)
   std::int64_t* retained;  // (head)
   std::int32_t full, width;
@@ -84,28 +87,61 @@ struct ListPages {
     const auto own = static_cast<int>(rows / layer.page_rows);
     const auto count = static_cast<int>(read.of(own));
     const float* const of_head = scores + std::int64_t{head} * full;
-    std::int32_t* const is_chosen = chosen + std::int64_t{head} * full;
     PageId* const listed = table + std::int64_t{head} * width;
-    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, own), [&](int page) {
-      const float score = of_head[page];
-      int better = 0;  // pages, the earlier one of equal ones
-      for (int other = 0; other < own; ++other) {
-        if (of_head[other] > score || (of_head[other] == score && other < page)) ++better;
-      }
-      is_chosen[page] = better < count ? 1 : 0;
-    });
-    team.team_barrier();
-    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, own), [&](int page) {
-      if (is_chosen[page] == 0) return;
-      int before = 0;
-      for (int other = 0; other < page; ++other) before += is_chosen[other];
-      listed[before] = layer.page_table(head, page);
-    });
+    auto* const counts =
+        static_cast<int*>(team.team_scratch(0).get_shmem_aligned(int{scratch_bytes}, 16));
+    // The last chosen key, and the chosen pages with it: the first ones.
+    std::uint32_t last = 0;
+    int ties = count;
+    for (int shift = 24; shift >= 0 && count > 0; shift -= 8) {
+      find_bits(team, of_head, own, shift, counts, last, ties);
+    }
+    // Pages with larger keys and, in the low half, ties.
+    Kokkos::parallel_scan(
+        Kokkos::TeamThreadRange(team, own), [&](int page, std::int64_t& before, bool is_final) {
+          const std::uint32_t key = selection::key_of_finite(of_head[page]);
+          const auto ties_before = static_cast<int>(before & 0xffffffff);
+          if (is_final && (key > last || (key == last && ties_before < ties))) {
+            const int place =
+                static_cast<int>(before >> 32) + (ties_before < ties ? ties_before : ties);
+            listed[place] = layer.page_table(head, page);
+          }
+          before += key > last ? std::int64_t{1} << 32 : key == last ? 1 : 0;
+        });
     Kokkos::single(Kokkos::PerTeam(team), [&] {
       const std::int64_t rest = rows % layer.page_rows;
       if (rest > 0) listed[count] = layer.page_table(head, own);
       retained[head] = std::int64_t{count} * layer.page_rows + rest;
     });
+  }
+
+  /// Adds the next eight bits to the key of the page that is `left`-th among those whose key begins
+  /// as `key` does. Sets `left` to its place among those that also have the new bits.
+  KOKKOS_INLINE_FUNCTION void find_bits(const base::TeamMember& team, const float* of_head, int own,
+                                        int shift, int* counts, std::uint32_t& key,
+                                        int& left) const {
+    int* const found = counts + bins;
+    const std::uint32_t known = shift == 24 ? 0 : ~std::uint32_t{0} << (shift + 8);
+    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, int{bins}),
+                         [&](int bin) { counts[bin] = 0; });
+    team.team_barrier();
+    Kokkos::parallel_for(Kokkos::TeamVectorRange(team, own), [&](int page) {
+      const std::uint32_t other = selection::key_of_finite(of_head[page]);
+      if (((other ^ key) & known) == 0) Kokkos::atomic_add(&counts[other >> shift & (bins - 1)], 1);
+    });
+    team.team_barrier();
+    Kokkos::parallel_scan(Kokkos::TeamThreadRange(team, int{bins}),
+                          [&](int i, int& before, bool is_final) {
+                            const int bin = bins - 1 - i;
+                            if (is_final && before < left && before + counts[bin] >= left) {
+                              found[0] = bin;
+                              found[1] = left - before;
+                            }
+                            before += counts[bin];
+                          });
+    team.team_barrier();
+    key |= static_cast<std::uint32_t>(found[0]) << shift;
+    left = found[1];
   }
 };
 
@@ -174,7 +210,6 @@ void DevicePageChoice::choose(const ExecutionSpace& exec, const Place& place,
   const ListPages list{layer,  // NOLINT(cppcoreguidelines-slicing)
                        span.read_pages,
                        scores,
-                       m_chosen.data() + place.first.pages,
                        table,
                        retained,
                        static_cast<std::int32_t>(place.full),
@@ -182,7 +217,8 @@ void DevicePageChoice::choose(const ExecutionSpace& exec, const Place& place,
   static_assert(sizeof(list) <= base::most_arguments, "Kokkos would wait");
   base::parallel_for(
       "kvzap::attention::list_pages",
-      base::team_policy(exec, call.kv_heads, order_shape, list, [](int) { return std::size_t{0}; }),
+      base::team_policy(exec, call.kv_heads, order_shape, list,
+                        [](int) { return static_cast<std::size_t>(ListPages::scratch_bytes); }),
       list);
   std::int64_t* const bounds = m_bounds.data() + place.first.heads;
   for (int head = 0; head < call.kv_heads; ++head) {
@@ -207,8 +243,8 @@ DevicePageChoice::Sizes DevicePageChoice::sizes_of(const AttentionExtents& exten
 
 std::size_t DevicePageChoice::scratch_bytes(const AttentionExtents& extents) {
   const Sizes sizes = sizes_of(extents);
-  return sizes.heads * 2 * sizeof(std::int64_t) +
-         sizes.pages * (sizeof(float) + sizeof(std::int32_t)) + sizes.entries * sizeof(PageId);
+  return sizes.heads * 2 * sizeof(std::int64_t) + sizes.pages * sizeof(float) +
+         sizes.entries * sizeof(PageId);
 }
 
 void DevicePageChoice::reserve(const AttentionExtents& extents) {
@@ -222,7 +258,6 @@ void DevicePageChoice::reserve(const AttentionExtents& extents) {
 
 void DevicePageChoice::reserve(const Sizes& sizes) {
   base::reserve_scratch(m_scores, sizes.pages, "kvzap::attention::page_scores");
-  base::reserve_scratch(m_chosen, sizes.pages, "kvzap::attention::chosen_pages");
   base::reserve_scratch(m_table, sizes.entries, "kvzap::attention::page_choice");
   base::reserve_scratch(m_retained, sizes.heads, "kvzap::attention::chosen_rows");
 }

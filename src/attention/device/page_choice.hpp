@@ -10,7 +10,7 @@ namespace kvzap::attention {
 
 /// Gives spans layers that list chosen pages alone (AttentionSpan::read_pages), so that the kernels
 /// of split_kv need not know of the choice. Two kernels for each span that chooses: bounds of the
-/// scores of all full pages, then the order of a head's pages by comparing each with each other.
+/// scores of all full pages, then the choice of a head's pages by the bits of these scores.
 /// Waits only when scratch space has to grow.
 class DevicePageChoice {
  public:
@@ -46,7 +46,6 @@ class DevicePageChoice {
   std::vector<Place> m_places;
   std::vector<std::int64_t> m_bounds;  // (span, head): of the rows that are read
   linalg::Vector m_scores;
-  Kokkos::View<std::int32_t*, MemorySpace> m_chosen;  // 1: the page is read
   Kokkos::View<PageId*, MemorySpace> m_table;
   Kokkos::View<std::int64_t*, MemorySpace> m_retained;
 };

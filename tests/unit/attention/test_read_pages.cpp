@@ -318,6 +318,17 @@ TYPED_TEST(ReadPagesOf, AgreeWithPlainLoops) {
   }
 }
 
+// The time of a choice grows with the pages, not with their square.
+TYPED_TEST(ReadPagesOf, ChooseAmongManyPages) {
+  if (!kvzap::base::runs_on_host) GTEST_SKIP() << "plain loops read the pages";
+  constexpr std::int64_t pages = std::int64_t{1} << 17;
+  this->make({8, 2, 1, pages, {}}, false, 77);
+  for (const ReadPages& read : {ReadPages{5, 1}, ReadPages{0, 0.5}}) {
+    this->expect_equal(this->attend(this->m_id, read, AttentionPath::split_kv),
+                       this->expected(this->m_id, read), this->within());
+  }
+}
+
 TYPED_TEST(ReadPagesOf, AllPagesChangeNoBit) {
   for (int i = 0; i < 5; ++i) {
     this->make({64, 2, 16, 1500, formats[i]}, i % 2 == 1, 40 + i);

@@ -327,7 +327,8 @@ class KVCache {
   std::size_t trim();
 
   /// Returns a layer for kernels. Valid until the cache changes (its memory stays readable even
-  /// then); after append_deferred, for kernels on the same instance.
+  /// then); after append_deferred, and with bounds of pages (CacheShape::bounds_from) on a device,
+  /// for kernels on the instance that used the sequence last.
   Layer layer(SequenceId sequence, int layer);
   /// Returns the number of tokens appended so far, kept or not. After compact_positions it counts
   /// from the remaining rows.

@@ -13,16 +13,21 @@ bool news_fail = true;
 
 namespace {
 
+std::size_t least_failing_bytes = 0;
+
 /// Whether this call is the one that is to fail.
-bool fails() { return news_until_failure > 0 && --news_until_failure == 0; }
+bool fails(std::size_t bytes) {
+  return bytes >= least_failing_bytes && news_until_failure > 0 && --news_until_failure == 0;
+}
 
 }  // namespace
 
-FailingAllocation::FailingAllocation(std::int64_t n) {
+FailingAllocation::FailingAllocation(std::int64_t n, std::size_t least_bytes) {
+  least_failing_bytes = least_bytes;
   news_fail = !freeing_allocates();
   news_until_failure = n < 0 ? 0 : static_cast<std::size_t>(n) + 1;
-  base::allocation_hook = [](std::size_t) {
-    if (fails()) throw std::bad_alloc();
+  base::allocation_hook = [](std::size_t bytes) {
+    if (fails(bytes)) throw std::bad_alloc();
   };
 }
 
@@ -37,7 +42,7 @@ FailingAllocation::~FailingAllocation() {
 // not throw would do so by itself, were it not that sanitizers bring their own.
 void* operator new(std::size_t bytes) {
   ++kvzap::test::n_news;
-  if (kvzap::test::news_fail && kvzap::test::fails()) throw std::bad_alloc();
+  if (kvzap::test::news_fail && kvzap::test::fails(bytes)) throw std::bad_alloc();
   if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
   throw std::bad_alloc();
 }

@@ -19,10 +19,10 @@ bool freeing_allocates();
 
 /// As long as it lives, and once: the n-th allocation from now on, by operator new (unless
 /// freeing_allocates) or of the library's views and pages, throws std::bad_alloc; none if n is
-/// negative.
+/// negative. Smaller allocations than `least_bytes` do not count.
 class FailingAllocation {
  public:
-  explicit FailingAllocation(std::int64_t n);
+  explicit FailingAllocation(std::int64_t n, std::size_t least_bytes = 0);
   ~FailingAllocation();
   FailingAllocation(const FailingAllocation&) = delete;
   FailingAllocation& operator=(const FailingAllocation&) = delete;

@@ -15,7 +15,7 @@
 
 namespace kvzap {
 
-using engine::agree_on_memory;
+using cache::agree_on_memory;
 using engine::RecentQueries;
 using engine::SequencePruning;
 using engine::SequenceState;

@@ -9,7 +9,7 @@
 
 namespace kvzap {
 
-using engine::agree_on_memory;
+using cache::agree_on_memory;
 using engine::EvictionMethod;
 using engine::EvictionMoment;
 using engine::EvictionPlan;

@@ -13,7 +13,7 @@
 #include <optional>
 
 #include "base/stopwatch.hpp"
-#include "engine/agree_on_memory.hpp"
+#include "cache/agree_on_memory.hpp"
 #include "engine/check_pruning.hpp"
 #include "engine/decoder.hpp"
 #include "engine/page_placement.hpp"
@@ -55,7 +55,7 @@ template <class Make>
 SequenceId Engine::on_all_ranks(const Make& make) {
   std::optional<SequenceId> made;
   try {
-    engine::agree_on_memory(communicator(), [&] { make(made); });
+    cache::agree_on_memory(communicator(), [&] { make(made); });
   } catch (...) {
     if (made) free_sequence(*made);
     throw;

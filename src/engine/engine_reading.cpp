@@ -7,7 +7,7 @@
 
 namespace kvzap {
 
-using engine::agree_on_memory;
+using cache::agree_on_memory;
 using engine::EvictionMoment;
 using engine::PolicyStep;
 using engine::RecentQueries;

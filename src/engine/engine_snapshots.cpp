@@ -8,7 +8,7 @@
 
 namespace kvzap {
 
-using engine::agree_on_memory;
+using cache::agree_on_memory;
 using engine::SequencePruning;
 using engine::SequenceState;
 

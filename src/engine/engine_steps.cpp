@@ -36,7 +36,7 @@ std::vector<StepResult> Engine::step_of_policies(const StepBatch& batch,
         SequenceState* const state = state_with_policy(span.sequence);
         if (!state || span.rule.part != StepPart::held) continue;
         if (!state->recent || state->recent->lasts()) continue;  // as on all ranks
-        engine::agree_on_memory(communicator(), [&] { keep_queries(*state, true); });
+        cache::agree_on_memory(communicator(), [&] { keep_queries(*state, true); });
       }
     } catch (const AgreedOutOfMemory& error) {
       throw StepOutOfMemory(error.what());

@@ -155,6 +155,8 @@ Outcome Step::outcome() const {
     return Outcome::out_of_memory;
   } catch (const OutOfMemory&) {
     return Outcome::out_of_memory;
+  } catch (const AgreedOutOfMemory&) {
+    return Outcome::out_of_memory;
   } catch (...) {
     return Outcome::failed;
   }

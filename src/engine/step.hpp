@@ -167,7 +167,7 @@ class Step {
   void locally(const Work& work);
   /// Runs work that may communicate. With several ranks it therefore runs after an error too, on
   /// the buffers as they are. Its own errors are not caught then and end the program, because the
-  /// other ranks may be waiting within it.
+  /// other ranks may be waiting within it; errors that all ranks have agreed on are noted.
   template <class Work>
   void by_policy(const Work& work);
   /// Notes an error, unless one has occurred before.
@@ -242,7 +242,11 @@ void Step::locally(const Work& work) {
 template <class Work>
 void Step::by_policy(const Work& work) {
   if (comm.size() == 1) return locally(work);
-  work();
+  try {
+    work();
+  } catch (const AgreedError&) {
+    note(std::current_exception());
+  }
 }
 
 }  // namespace kvzap::engine

@@ -7,6 +7,8 @@
 #include <numeric>
 
 #include "base/kokkos_compat.hpp"
+#include "base/scratch.hpp"
+#include "cache/agree_on_memory.hpp"
 #include "files/counted.hpp"
 #include "policy/composite.hpp"
 #include "policy/divided_groups.hpp"
@@ -15,6 +17,7 @@
 namespace kvzap {
 namespace {
 
+using cache::agree_on_memory;
 using files::counted;
 using policy::judge;
 using policy::Segment;
@@ -214,31 +217,59 @@ void choose_by_head(const ExecutionSpace& exec, const Budget& budget, const Budg
   judge(exec, segments);
 }
 
+// Lets safe rows count as larger than all others: the segments become a copy of the scores that has
+// infinity for them. Returns the memory of the copy.
+Kokkos::View<float*, MemorySpace> mark_safe(const ExecutionSpace& exec, std::int64_t all_rows,
+                                            const std::vector<std::int64_t>& safe,
+                                            std::vector<Segment>& segments) {
+  base::before_allocation(static_cast<std::size_t>(all_rows) * sizeof(float));
+  Kokkos::View<float*, MemorySpace> marked(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::marked"), all_rows);
+  std::vector<Segment> marking = segments;
+  select_alone(exec, safe, marking);
+  float* target = marked.data();
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    marking[i].keep = nullptr;
+    marking[i].marked = target;
+    marking[i].mark = std::numeric_limits<float>::infinity();
+    segments[i].scores = target;
+    segments[i].stride = 1;
+    target += segments[i].rows;
+  }
+  judge(exec, marking);
+  return marked;
+}
+
 // Chooses rows when the heads of a layer, or of the model, compete.
 void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const Budget& budget,
                     const Budget::Model& model, std::int64_t tokens,
                     const std::vector<ScoredLayer>& layers) {
   const bool by_layer = budget.by_layer();
-  std::vector<std::int64_t> rows_of_pool(by_layer ? layers.size() : 1, 0);
+  std::vector<std::int64_t> rows_of_pool, keep;
   std::vector<Segment> segments;
   std::vector<std::int64_t> pools, orders, safe;
-  std::int64_t all_rows = 0;
-  for (std::size_t l = 0; l < layers.size(); ++l) {
-    const ScoredLayer& layer = layers[l];
-    const std::int64_t rows_per_head = budget.rows_per_head(model, layer.layer, tokens);
-    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
-      const std::int64_t rows = layer.rows[h];
-      segments.push_back(segment_of(layer, static_cast<int>(h), 0, rows));
-      pools.push_back(by_layer ? static_cast<std::int64_t>(l) : 0);
-      orders.push_back(static_cast<std::int64_t>(layer.layer) * model.kv_heads + layer.heads[h]);
-      safe.push_back(std::min(rows, budget.safe_rows(rows_per_head)));
-      rows_of_pool[static_cast<std::size_t>(pools.back())] += rows;
-      all_rows += rows;
+  Kokkos::View<float*, MemorySpace> marked;
+  agree_on_memory(comm, [&] {
+    rows_of_pool.assign(by_layer ? layers.size() : 1, 0);
+    keep.reserve(rows_of_pool.size());
+    std::int64_t all_rows = 0;
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      const ScoredLayer& layer = layers[l];
+      const std::int64_t rows_per_head = budget.rows_per_head(model, layer.layer, tokens);
+      for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+        const std::int64_t rows = layer.rows[h];
+        segments.push_back(segment_of(layer, static_cast<int>(h), 0, rows));
+        pools.push_back(by_layer ? static_cast<std::int64_t>(l) : 0);
+        orders.push_back(static_cast<std::int64_t>(layer.layer) * model.kv_heads + layer.heads[h]);
+        safe.push_back(std::min(rows, budget.safe_rows(rows_per_head)));
+        rows_of_pool[static_cast<std::size_t>(pools.back())] += rows;
+        all_rows += rows;
+      }
     }
-  }
+    if (budget.safeguard > 0) marked = mark_safe(exec, all_rows, safe, segments);
+  });
   comm.all_reduce_sum(rows_of_pool.data(), rows_of_pool.size());
 
-  std::vector<std::int64_t> keep;
   for (std::size_t pool = 0; pool < rows_of_pool.size(); ++pool) {
     const int layer = by_layer ? layers[pool].layer : 0;
     const std::int64_t heads = by_layer ? model.kv_heads : heads_of(model);
@@ -250,27 +281,8 @@ void choose_by_pool(const ExecutionSpace& exec, const Communicator& comm, const 
     }
     keep.push_back(std::min(rows, rows_of_pool[pool]));
   }
-
-  // Safe rows count as larger than all others: a copy of the scores has infinity for them.
-  Kokkos::View<float*, MemorySpace> marked;
-  if (budget.safeguard > 0) {
-    marked = Kokkos::View<float*, MemorySpace>(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::marked"), all_rows);
-    std::vector<Segment> marking = segments;
-    select_alone(exec, safe, marking);
-    float* target = marked.data();
-    for (std::size_t i = 0; i < segments.size(); ++i) {
-      marking[i].keep = nullptr;
-      marking[i].marked = target;
-      marking[i].mark = std::numeric_limits<float>::infinity();
-      segments[i].scores = target;
-      segments[i].stride = 1;
-      target += segments[i].rows;
-    }
-    judge(exec, marking);
-  }
   policy::select(exec, comm, pools, orders, keep, segments);
-  judge(exec, segments);
+  agree_on_memory(comm, [&] { judge(exec, segments); });
 }
 
 // Chooses rows whose places in the order of their heads compete, so that all heads of a layer keep
@@ -291,18 +303,20 @@ void choose_composite(const ExecutionSpace& exec, const Communicator& comm, cons
   } else if (budget.amount == Budget::Amount::bytes) {
     keep = rows_of_bytes(budget, model) / model.kv_heads;
   }
-  const std::vector<std::int64_t> rows_of_layers =
-      policy::composite_rows(std::move(scores), keep, !by_ratio);
-  std::vector<Segment> segments;
-  std::vector<std::int64_t> kept;
-  for (std::size_t l = 0; l < layers.size(); ++l) {
-    for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
-      segments.push_back(segment_of(layers[l], static_cast<int>(h), 0, layers[l].rows[h]));
-      kept.push_back(std::min(layers[l].rows[h], rows_of_layers[l]));
+  agree_on_memory(comm, [&] {
+    const std::vector<std::int64_t> rows_of_layers =
+        policy::composite_rows(std::move(scores), keep, !by_ratio);
+    std::vector<Segment> segments;
+    std::vector<std::int64_t> kept;
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      for (std::size_t h = 0; h < layers[l].heads.size(); ++h) {
+        segments.push_back(segment_of(layers[l], static_cast<int>(h), 0, layers[l].rows[h]));
+        kept.push_back(std::min(layers[l].rows[h], rows_of_layers[l]));
+      }
     }
-  }
-  select_alone(exec, kept, segments);
-  judge(exec, segments);
+    select_alone(exec, kept, segments);
+    judge(exec, segments);
+  });
 }
 
 using Sums = Kokkos::View<double**, Kokkos::LayoutRight, MemorySpace>;
@@ -337,12 +351,11 @@ void keep_groups(const ExecutionSpace& exec, const ScoredLayer& layer, std::int6
       });
 }
 
-/// Returns the sums of the scores of each group's rows over the layer's heads. Ranks exchange each
-/// head's sums, so that every rank adds them in the same order.
-std::vector<double> sums_over_heads(const ExecutionSpace& exec, const Communicator& comm,
-                                    const ScoredLayer& layer, std::int64_t group, int kv_heads,
-                                    std::int64_t groups,
-                                    const Kokkos::View<const std::int64_t*, MemorySpace>& rows) {
+/// Returns the sums of the scores of each group's rows: (head of the model, group), 0 for heads of
+/// other ranks.
+std::vector<double> sums_by_head(const ExecutionSpace& exec, const ScoredLayer& layer,
+                                 std::int64_t group, int kv_heads, std::int64_t groups,
+                                 const Kokkos::View<const std::int64_t*, MemorySpace>& rows) {
   const auto n_heads = layer.heads.size();
   const Sums sums(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::sums"), n_heads,
                   groups);
@@ -356,12 +369,7 @@ std::vector<double> sums_over_heads(const ExecutionSpace& exec, const Communicat
       of_heads[static_cast<std::size_t>(layer.heads[h] * groups + g)] = host_sums(h, g);
     }
   }
-  comm.all_reduce_sum(of_heads.data(), of_heads.size());
-  std::vector<double> all(static_cast<std::size_t>(groups), 0.0);
-  for (std::size_t i = 0; i < of_heads.size(); ++i) {
-    all[i % static_cast<std::size_t>(groups)] += of_heads[i];
-  }
-  return all;
+  return of_heads;
 }
 
 /// Returns the groups that stay: the `kept` with the largest means, and those without a finite one.
@@ -400,28 +408,36 @@ void choose_groups(const ExecutionSpace& exec, const Communicator& comm, const B
     plain.group = 0;
     return choose_by_head(exec, plain, model, tokens, {layer});
   }
-  const Kokkos::View<std::int64_t*, MemorySpace> rows(
-      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::rows"), layer.heads.size());
-  const auto host_rows = Kokkos::create_mirror_view(rows);
-  std::copy(layer.rows.begin(), layer.rows.end(), host_rows.data());
-  Kokkos::deep_copy(exec, rows, host_rows);
-
   const std::int64_t group = budget.spiky > 0 ? 1 : budget.group;  // rows with one verdict
   const std::int64_t groups = (most_rows + group - 1) / group;
-  const std::vector<double> sums =
-      sums_over_heads(exec, comm, layer, group, model.kv_heads, groups, rows);
-  const std::vector<std::uint8_t> stays =
-      budget.spiky > 0
-          ? policy::divided_groups(sums, {budget.group, budget.spiky},
-                                   budget.rows_per_head(model, layer.layer, tokens))
-          : largest_groups(sums, group, most_rows,
-                           std::min(groups, groups_kept(budget, model, layer.layer, tokens)));
-  const Kokkos::View<std::uint8_t*, MemorySpace> flags("kvzap::budget::flags", groups);
-  const auto host_flags = Kokkos::create_mirror_view(flags);
-  std::copy(stays.begin(), stays.end(), host_flags.data());
-  Kokkos::deep_copy(exec, flags, host_flags);
-  keep_groups(exec, layer, group, rows, most_rows, flags);
-  base::fence(exec, "kvzap::budget: verdicts are there");
+  Kokkos::View<std::int64_t*, MemorySpace> rows;
+  std::vector<double> of_heads, sums;
+  agree_on_memory(comm, [&] {
+    rows = decltype(rows)(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::budget::rows"),
+                          layer.heads.size());
+    const auto host_rows = Kokkos::create_mirror_view(rows);
+    std::copy(layer.rows.begin(), layer.rows.end(), host_rows.data());
+    Kokkos::deep_copy(exec, rows, host_rows);
+    of_heads = sums_by_head(exec, layer, group, model.kv_heads, groups, rows);
+    sums.assign(static_cast<std::size_t>(groups), 0.0);
+  });
+  // Ranks exchange each head's sums, so that every rank adds them in the same order.
+  comm.all_reduce_sum(of_heads.data(), of_heads.size());
+  for (std::size_t i = 0; i < of_heads.size(); ++i) sums[i % sums.size()] += of_heads[i];
+  agree_on_memory(comm, [&] {
+    const std::vector<std::uint8_t> stays =
+        budget.spiky > 0
+            ? policy::divided_groups(sums, {budget.group, budget.spiky},
+                                     budget.rows_per_head(model, layer.layer, tokens))
+            : largest_groups(sums, group, most_rows,
+                             std::min(groups, groups_kept(budget, model, layer.layer, tokens)));
+    const Kokkos::View<std::uint8_t*, MemorySpace> flags("kvzap::budget::flags", groups);
+    const auto host_flags = Kokkos::create_mirror_view(flags);
+    std::copy(stays.begin(), stays.end(), host_flags.data());
+    Kokkos::deep_copy(exec, flags, host_flags);
+    keep_groups(exec, layer, group, rows, most_rows, flags);
+    base::fence(exec, "kvzap::budget: verdicts are there");
+  });
 }
 
 void check_layer(const ScoredLayer& layer) {

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "base/kokkos_compat.hpp"
+#include "cache/agree_on_memory.hpp"
 #include "policy/row_math.hpp"
 
 namespace kvzap::policy {
@@ -45,8 +46,12 @@ CompositeScores composite_scores(const ExecutionSpace& exec, const Communicator&
   }
   comm.all_reduce_sum(rows.data(), rows.size());
   const std::int64_t most = *std::max_element(rows.begin(), rows.end());
-  std::vector<double> sorted(slot_of(kv_heads * most), 0.0);
-  if (own > 0) {
+  std::vector<double> sorted;
+  CompositeScores scores;
+  cache::agree_on_memory(comm, [&] {
+    sorted.assign(slot_of(kv_heads * most), 0.0);
+    scores.reserve(slot_of(most));
+    if (own == 0) return;
     const HostScores host = host_copy(exec, layer, own);
     for (std::size_t h = 0; h < layer.heads.size(); ++h) {
       const auto begin = sorted.begin() + layer.heads[h] * most;
@@ -56,9 +61,8 @@ CompositeScores composite_scores(const ExecutionSpace& exec, const Communicator&
       }
       std::sort(begin, begin + layer.rows[h], std::greater<>());
     }
-  }
+  });
   comm.all_reduce_sum(sorted.data(), sorted.size());
-  CompositeScores scores;
   for (std::int64_t k = 0; k < most; ++k) {
     float sum = 0;  // in float, as kvpress
     int count = 0;

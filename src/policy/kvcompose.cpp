@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/scratch.hpp"
+#include "cache/agree_on_memory.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_math.hpp"
 
@@ -114,13 +115,18 @@ class KvCompose final : public Policy {
   ComposeScores context_scores(const ExecutionSpace& exec, const Communicator& comm,
                                int layer) override {
     Layer& own = m_layers.at(layer);
-    const ComposeScores scores(
-        Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::kvcompose::scores"),
-        own.heads.size(), m_context);
-    if (!own.heads.empty()) take_means(exec, own.maxima, scores);
-    base::fence(exec, "kvzap::kvcompose: maxima go");
-    own.maxima = {};
-    if (m_adds_mean) add_mean_of_heads(exec, comm, own.heads, scores);
+    ComposeScores scores;
+    HeadMeans means;
+    cache::agree_on_memory(comm, [&] {
+      scores =
+          ComposeScores(Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::kvcompose::scores"),
+                        own.heads.size(), m_context);
+      if (!own.heads.empty()) take_means(exec, own.maxima, scores);
+      base::fence(exec, "kvzap::kvcompose: maxima go");
+      own.maxima = {};
+      if (m_adds_mean) means = begin_means(exec, own.heads, scores);
+    });
+    if (m_adds_mean) add_mean_of_heads(exec, comm, means, scores);
     return scores;
   }
 
@@ -129,32 +135,43 @@ class KvCompose final : public Policy {
     std::vector<int> heads;  // (head on this rank): index of each head in the model
     ComposeScores maxima;    // (query head on this rank, position)
   };
+  /// Memory of the mean over all heads of a layer.
+  struct HeadMeans {
+    std::vector<double> all;  // (head of the model, row): this rank's scores, 0 for other heads
+    Kokkos::View<float*, MemorySpace> means;  // (row)
+    Kokkos::View<float*, MemorySpace>::host_mirror_type host;
+  };
 
-  /// Adds the mean over all heads of the layer. Ranks exchange each head's scores, so that every
-  /// rank adds them in the same order.
-  void add_mean_of_heads(const ExecutionSpace& exec, const Communicator& comm,
-                         const std::vector<int>& heads, const ComposeScores& scores) const {
+  HeadMeans begin_means(const ExecutionSpace& exec, const std::vector<int>& heads,
+                        const ComposeScores& scores) const {
+    HeadMeans begun;
+    begun.means = Kokkos::View<float*, MemorySpace>("kvzap::kvcompose::mean_of_heads", m_context);
+    begun.host = Kokkos::create_mirror_view(begun.means);
+    begun.all.assign(static_cast<std::size_t>(m_kv_heads * m_context), 0.0);
     const auto host = Kokkos::create_mirror_view(scores);
     Kokkos::deep_copy(exec, host, scores);
     base::fence(exec, "kvzap::kvcompose: ranks exchange scores");
-    std::vector<double> all(static_cast<std::size_t>(m_kv_heads * m_context), 0.0);
     for (std::size_t h = 0; h < heads.size(); ++h) {
       for (std::int64_t row = 0; row < m_context; ++row) {
-        all[static_cast<std::size_t>(heads[h] * m_context + row)] = host(h, row);
+        begun.all[static_cast<std::size_t>(heads[h] * m_context + row)] = host(h, row);
       }
     }
-    comm.all_reduce_sum(all.data(), all.size());
-    const Kokkos::View<float*, MemorySpace> means("kvzap::kvcompose::mean_of_heads", m_context);
-    const auto host_means = Kokkos::create_mirror_view(means);
+    return begun;
+  }
+
+  /// Ranks exchange each head's scores, so that every rank adds them in the same order.
+  void add_mean_of_heads(const ExecutionSpace& exec, const Communicator& comm, HeadMeans& begun,
+                         const ComposeScores& scores) const {
+    comm.all_reduce_sum(begun.all.data(), begun.all.size());
     for (std::int64_t row = 0; row < m_context; ++row) {
       float sum = 0;
       for (int head = 0; head < m_kv_heads; ++head) {
-        sum += static_cast<float>(all[static_cast<std::size_t>(head * m_context + row)]);
+        sum += static_cast<float>(begun.all[static_cast<std::size_t>(head * m_context + row)]);
       }
-      host_means(row) = sum / static_cast<float>(m_kv_heads);
+      begun.host(row) = sum / static_cast<float>(m_kv_heads);
     }
-    Kokkos::deep_copy(exec, means, host_means);
-    add_means(exec, means, scores);
+    Kokkos::deep_copy(exec, begun.means, begun.host);
+    add_means(exec, begun.means, scores);
     base::fence(exec, "kvzap::kvcompose: the means go");
   }
 

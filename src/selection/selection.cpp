@@ -12,6 +12,7 @@
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
 #include "base/team.hpp"
+#include "cache/agree_on_memory.hpp"
 
 namespace kvzap {
 namespace {
@@ -370,7 +371,7 @@ std::vector<Cutoff> select_top(const ExecutionSpace& exec, const Communicator& c
     buffers.emplace(groups, static_cast<std::int64_t>(mine.size()));
   };
   if (comm.size() > 1) {
-    comm.agree(take_memory);
+    cache::agree_on_memory(comm, take_memory);
   } else {
     take_memory();  // no other rank learns of its error
   }

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "cache/agree_on_memory.hpp"
 #include "commands/run/prompt.hpp"
 #include "commands/serve/api_keys.hpp"
 #include "commands/serve/store.hpp"
@@ -29,7 +30,6 @@
 #include "console/console.hpp"
 #include "console/signal_watch.hpp"
 #include "console/signals.hpp"
-#include "engine/agree_on_memory.hpp"
 #include "files/counted.hpp"
 #include "files/json_file.hpp"
 #include "files/quote.hpp"
@@ -305,7 +305,7 @@ std::unique_ptr<Engine> Serving::make_engine(Progress& bar) {
     CacheOptions options = m_cache;
     options.page_format = format;
     std::unique_ptr<Engine> made;
-    engine::agree_on_memory(
+    cache::agree_on_memory(
         m_comm, [&] { made = Engine::create(model, m_cache.scorer(), options, m_comm); });
     return made;
   };

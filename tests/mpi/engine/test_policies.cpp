@@ -813,27 +813,46 @@ TEST_F(Policies, LeaveSequencesAsTheyWereWithoutMemory) {
   EXPECT_EQ(seen.recent_count.size(), 2u);
 }
 
-/// After scoring the last layer, one rank's n-th allocation fails.
+/// After scoring the last layer, or before context_scores of the first one, one rank's n-th
+/// allocation of at least some bytes fails.
 class Exhausting final : public Policy {
  public:
   using Failing = std::optional<test::FailingAllocation>;
-  Exhausting(Failing* failing, const std::int64_t* n) : m_failing(failing), m_n(n) {}
+  struct Plan {
+    std::int64_t n = -1;
+    std::size_t least_bytes = 0;
+    Failing failing;
+  };
+  explicit Exhausting(Plan* plan, std::unique_ptr<Policy> inner = {})
+      : m_plan(plan), m_inner(std::move(inner)) {}
+  PolicyNeeds needs() const override { return m_inner ? m_inner->needs() : PolicyNeeds(); }
+  void observe(PolicyLayer& layer, const TokenBlock& block) override {
+    m_inner->observe(layer, block);
+  }
   void score(PolicyLayer& layer, const ScoreView& scores) override {
     Kokkos::deep_copy(scores, 1.0F);
-    if (*m_n >= 0 && layer.layer() + 1 == layers) m_failing->emplace(*m_n);
+    if (layer.layer() + 1 == layers) fail();
+  }
+  Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> context_scores(const ExecutionSpace& exec,
+                                                                         const Communicator& ranks,
+                                                                         int layer) override {
+    if (layer == 0) fail();
+    return m_inner->context_scores(exec, ranks, layer);
   }
 
  private:
-  Failing* m_failing;
-  const std::int64_t* m_n;
+  void fail() {
+    if (m_plan->n >= 0) m_plan->failing.emplace(m_plan->n, m_plan->least_bytes);
+  }
+  Plan* m_plan;
+  std::unique_ptr<Policy> m_inner;
 };
 
 // Where rows are chosen and stored, a rank that fails tells the others.
 TEST_F(Policies, ChooseOnEveryRankOrOnNone) {
-  Exhausting::Failing failing;
-  std::int64_t n = -1;
+  Exhausting::Plan plan;
   auto choice = std::make_shared<PolicyChoice>(*probe(by_ratio(0.5), &seen));
-  choice->make = [&] { return std::make_unique<Exhausting>(&failing, &n); };
+  choice->make = [&] { return std::make_unique<Exhausting>(&plan); };
   options.policy = choice;
   const auto engine = Engine::create(model, nullptr, options, comm);
   const SequenceId sequence = engine->add_sequence();
@@ -841,20 +860,60 @@ TEST_F(Policies, ChooseOnEveryRankOrOnNone) {
                         StepOutput::argmax);
   int failures = 0;
   for (std::int64_t tried = 0;; ++tried, ++failures) {
-    n = comm.rank() == comm.size() - 1 ? tried : -1;
+    plan.n = comm.rank() == comm.size() - 1 ? tried : -1;
     bool done = true;
     try {
       engine->step(batch);
     } catch (const StepOutOfMemory&) {
       done = false;
     }
-    failing.reset();
+    plan.failing.reset();
     if (done) break;
     ASSERT_EQ(engine->tokens(sequence), 0);
     ASSERT_LT(tried, 500);
   }
   EXPECT_GT(failures, 5);
   for (const auto& [place, positions] : kept(*engine, sequence)) EXPECT_EQ(positions, up_to(20));
+}
+
+// The same of memory that grows with the rows, where ranks sum between allocations.
+TEST_F(Policies, ChooseTogetherOnEveryRankOrOnNone) {
+  const PolicySetup setup{config, partition, DType::f32, {}, comm};
+  const auto ends = [&](Engine& engine, SequenceId sequence) {
+    engine.step(
+        StepBatch(sequence, some_tokens(400), engine.rule(StepPart::context), StepOutput::none));
+    engine.end_context(sequence);
+  };
+  for (const char* name : {"knorm+global:alpha=0.2", "knorm+ada", "knorm+chunkkv:length=2",
+                           "kvcompose", "kvcompose:structured=off"}) {
+    SCOPED_TRACE(name);
+    Exhausting::Plan plan;
+    plan.least_bytes = 1500;
+    const auto choice = std::make_shared<PolicyChoice>(
+        make_policy(parse_policy(name), by_ratio(0.5), std::nullopt, setup));
+    const bool repeats = choice->info->repeats_context;
+    choice->make = [&plan, repeats, make = choice->make] {
+      return std::make_unique<Exhausting>(&plan, repeats ? make() : nullptr);
+    };
+    options.policy = choice;
+    const auto engine = Engine::create(model, nullptr, options, comm);
+    int failures = 0;
+    for (std::int64_t tried = 0;; ++tried, ++failures) {
+      plan.n = comm.rank() == comm.size() - 1 ? tried : -1;
+      const SequenceId sequence = engine->add_sequence();
+      bool done = true;
+      try {
+        ends(*engine, sequence);
+      } catch (const AgreedError&) {
+        done = false;
+      }
+      plan.failing.reset();
+      engine->free_sequence(sequence);
+      if (done) break;
+      ASSERT_LT(tried, 500);
+    }
+    EXPECT_GT(failures, 0);
+  }
 }
 
 /// Compares output_weights with what a product with a row of the identity gives.

@@ -4,12 +4,12 @@
 #include <fmt/format.h>
 
 #include <exception>
-#include <kvzap/engine/engine.hpp>
+#include <kvzap/core/page_pool.hpp>
 #include <stdexcept>
 
 #include "parallel/agree_as.hpp"
 
-namespace kvzap::engine {
+namespace kvzap::cache {
 
 /// Runs work on each rank. Throws AgreedOutOfMemory on all ranks if one of them runs out of memory.
 template <class Work>
@@ -32,4 +32,4 @@ void agree_on_memory(const Communicator& comm, const Work& work) {
   });
 }
 
-}  // namespace kvzap::engine
+}  // namespace kvzap::cache

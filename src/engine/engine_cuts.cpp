@@ -91,10 +91,10 @@ void Engine::plan(std::size_t index) {
   } else if (method == EvictionMethod::append) {
     step.scores_all = false;
   } else if (method == EvictionMethod::none) {
-    const bool cuts_later = state.pruning->pruning.decode.every > 0;
-    step.only_watches = !(needs.every_step && cuts_later);
+    const bool cuts_answers = state.pruning->pruning.decode.every > 0;
+    step.only_watches = !(needs.every_step && (cuts_answers || span.rule.context_follows));
     // Without a cut to come no one asks for their queries.
-    if (step.only_watches && !(step.recent && cuts_later)) return;
+    if (step.only_watches && !(step.recent && cuts_answers)) return;
   }
   // Cached rows get new scores after the step. With a threshold they keep the score of their own
   // step, by which they are judged once.

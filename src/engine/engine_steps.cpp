@@ -222,9 +222,11 @@ void Engine::finish() {
       const auto first = m_parts->batch.tokens().begin() + span.first;
       state->context.insert(state->context.end(), first, first + span.count);
     }
-    if (span.rule.part == StepPart::question || span.rule.part == StepPart::generated) {
-      ++state->steps;
-    }
+    const bool is_answer = span.rule.part == StepPart::question ||
+                           span.rule.part == StepPart::generated ||
+                           span.rule.part == StepPart::draft;
+    const bool is_scored = planned(span) && state->step.scores_rows();
+    if (is_answer && (state->pruning->pruning.decode.every > 0 || !is_scored)) ++state->steps;
     if (planned(span)) finish(span);
   }
 }

@@ -17,7 +17,8 @@ struct SequenceState {
   std::shared_ptr<const SequencePruning> pruning;
   std::unique_ptr<Policy> policy;
   std::optional<RecentQueries> recent;
-  std::int64_t steps = 0;           // since the context, or since the last cut
+  /// Steps since the context or the last cut; without cuts of answers those without scores.
+  std::int64_t steps = 0;
   std::int64_t removed_tokens = 0;  // evicted before positions were renumbered
   std::int64_t non_finite = 0;      // rows that the last cut kept because their score is not finite
   std::vector<TokenId> context;     // for a policy that repeats it

@@ -35,6 +35,7 @@ Executor::Traits Executor::traits_of(const Pruning& pruning) const {
   traits.takes_parts = engine().takes_parts(loaded);
   traits.goes_on = pruning.prefill == PrefillMode::sparse && !choice.info->repeats_context &&
                    choice.info->scores_again && !choice.info->has_own_budget && !choice.rerotate;
+  traits.answers_go_on = pruning.decode.every > 0 || !choice.make()->needs().every_step;
   return traits;
 }
 
@@ -139,7 +140,9 @@ void Executor::end_context(const PlannedSpan& span, Outcome& outcome) {
 
 StepRule Executor::rule_of(const PlannedSpan& span) const {
   const Held& held = m_sequences.at(span.handle);
-  return held.engine->rule(held.id, span.part);
+  StepRule rule = held.engine->rule(held.id, span.part);
+  rule.context_follows = span.context_follows;
+  return rule;
 }
 
 void Executor::step(const Plan& plan, Outcome& outcome) {

@@ -50,6 +50,7 @@ void list_fields(PlannedSpan& span, Visit& visit) {
   visit("part", span.part);
   visit("output", span.output);
   visit("ends_context", span.ends_context);
+  visit("context_follows", span.context_follows);
   visit("keep_as", span.keep_as);
   visit("spare_as", span.spare_as);
   visit("tokens", span.tokens);

@@ -27,6 +27,7 @@ struct PlannedSpan {
   std::vector<TokenId> tokens;
   /// Of StepOutput::drawn and all_drawn, which steps of one rank alone have: they are not sent.
   std::vector<TokenDraw> draws = {};
+  bool context_follows = false;  // see StepRule
 };
 
 /// A new sequence: an empty one or a fork.

@@ -284,6 +284,10 @@ bool Scheduler::Impl::add_span(Sequence& sequence, Room& room, Plan& plan) {
     span.output = ends_prompt ? StepOutput::hidden : StepOutput::none;
   }
   span.ends_context = ends_segment && segment.kind == Segment::Kind::context;
+  span.context_follows =
+      std::any_of(request.prompt.begin() + static_cast<std::ptrdiff_t>(sequence.segment) + 1,
+                  request.prompt.end(),
+                  [](const Segment& later) { return later.kind == Segment::Kind::context; });
   plan_states(sequence, span, is_cut);
   plan.spans.push_back(std::move(span));
   return true;

@@ -449,7 +449,9 @@ void Scheduler::Impl::end_answers() {
       m_counts.answer_seconds.add(base::seconds_since(sequence.job->start));
       if (--sequence.job->open == 0) ++m_counts.finished;
     }
-    if (m_options.keeps_prefixes && sequence.job->traits.goes_on && !sequence.request().pooling) {
+    const Executor::Traits& traits = sequence.job->traits;
+    if (m_options.keeps_prefixes && traits.goes_on && traits.answers_go_on &&
+        !sequence.request().pooling) {
       keep(sequence.key, sequence.handle, sequence.whole_from);
     } else {
       m_to_free.push_back(sequence.handle);

@@ -34,6 +34,9 @@ struct StepRule {
   StepPart part = StepPart::other;
   /// Tokens of the question at the end of the span, for StepPart::whole.
   std::int64_t question = 0;
+  /// More context follows a question or an answer. A policy that scores in every step then scores
+  /// this one too, so that the next cut knows its rows.
+  bool context_follows = false;
   /// The policy's part in this span; set by the engine. It must outlive the step.
   engine::PolicyStep* policy = nullptr;
 };

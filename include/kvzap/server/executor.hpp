@@ -28,6 +28,7 @@ class Executor {
     bool drafts = false;   // a step can check drafts (Engine::why_no_drafts)
     bool drafts_packed = false;  // the same if pages store quantised rows
     bool takes_parts = false;    // a policy takes a context in several steps (Engine::takes_parts)
+    bool answers_go_on = true;   // more context may follow an answer, too
   };
   using TraitsOf = std::function<Traits(const Pruning&)>;
   using Load = std::function<LoadedPruning(const Pruning&)>;

@@ -549,6 +549,66 @@ TEST_F(Policies, JudgeAgingRowsAnew) {
   }
 }
 
+// Rows of questions and answers age too, if more context follows them.
+TEST_F(Policies, JudgeAgingRowsAnewInLaterContexts) {
+  const test::SharedFolder folder;
+  const auto file = folder / "gates.safetensors";
+  comm.agree_on_root([&] {
+    test::write_safetensors(file,
+                            test::retention_gates(false, layers, kv_heads, config.hidden_size));
+  });
+  const PolicySetup setup{config, partition, DType::f32, {}, comm};
+  const auto choice = std::make_shared<PolicyChoice>(make_policy(
+      parse_policy("trim-kv:gates=" + file.string()), by_ratio(0.5), std::nullopt, setup));
+  AgingScores::Shares shares;
+  choice->make = [make = choice->make, &shares] {
+    return std::make_unique<AgingScores>(make(), &shares);
+  };
+  options.policy = choice;
+  const auto engine = Engine::create(model, nullptr, options, comm);
+  const SequenceId sequence = engine->add_sequence();
+  const std::vector<TokenId> text = some_tokens(100);
+  auto rows = mine(everything(0));
+  std::int64_t tokens = 0;
+  const auto run = [&](StepPart part, std::int64_t count, bool context_follows) {
+    StepRule rule = engine->rule(part);
+    rule.context_follows = context_follows;
+    engine->step(StepBatch(sequence, {text.begin() + tokens, text.begin() + tokens + count}, rule,
+                           StepOutput::none));
+    for (auto& [place, positions] : rows) {
+      for (std::int64_t p = tokens; p < tokens + count; ++p) positions.push_back(p);
+    }
+    tokens += count;
+    if (part != StepPart::context) return;
+    for (auto& [place, positions] : rows) {
+      const auto score = [&, of = place](std::int64_t p) {
+        return shares.at({of.first, of.second, p}) * static_cast<float>(tokens + 1 - p);
+      };
+      std::stable_sort(positions.begin(), positions.end(),
+                       [&](std::int64_t a, std::int64_t b) { return score(a) > score(b); });
+      positions.resize(static_cast<std::size_t>(tokens / 2));
+      std::sort(positions.begin(), positions.end());
+    }
+  };
+  run(StepPart::context, 40, false);
+  EXPECT_EQ(kept(*engine, sequence), rows);
+  run(StepPart::question, 10, true);
+  run(StepPart::generated, 1, true);
+  run(StepPart::generated, 19, true);
+  EXPECT_EQ(kept(*engine, sequence), rows);
+  engine->check_more_context(sequence, 20);
+  run(StepPart::context, 20, false);
+  EXPECT_EQ(kept(*engine, sequence), rows);
+  // Nobody knows the scores of rows that no later context was expected to judge.
+  run(StepPart::generated, 1, false);
+  try {
+    engine->check_more_context(sequence, 9);
+    ADD_FAILURE() << "it may go on";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("scores in every step"), std::string::npos);
+  }
+}
+
 // Between two cuts, a fork takes over the sums and queries that the next cut reads.
 TEST_F(Policies, GiveForksWhatTheyHaveSeen) {
   const std::int64_t keep = 24, every = 6;

@@ -8,8 +8,12 @@
 #include <kvzap/server/request_policies.hpp>
 #include <kvzap/server/scheduler.hpp>
 #include <map>
+#include <numeric>
 #include <random>
 #include <thread>
+
+#include "mpi/ranks.hpp"
+#include "unit/policy/retention_gates.hpp"
 
 namespace kvzap::server {
 namespace {
@@ -1040,6 +1044,52 @@ TEST_F(SchedulerTest, RequestsMayHavePoliciesOfTheirOwn) {
   scheduler.drain();
   scheduler.run();
   EXPECT_EQ(executor.size(), 0);
+}
+
+// Answers of earlier turns lose rows when the next message is judged, as messages do.
+TEST_F(SchedulerTest, ALaterContextJudgesAnswersToo) {
+  const test::SharedFolder folder;
+  const auto file = folder / "gates.safetensors";
+  comm.agree_on_root([&] {
+    test::write_safetensors(
+        file, test::retention_gates(false, served_layers, served_heads, served_hidden));
+  });
+  const ModelConfig config = served_config();
+  Budget budget;
+  budget.amount = Budget::Amount::evict_ratio;
+  budget.evict_ratio = options.pruning.amount.evict_ratio.emplace(0.5);
+  options.pruning.amount.threshold.reset();
+  options.pruning.mode = PruneMode::prefill;
+  options.pruning.policy = "trim-kv:gates=" + file.string();
+  options.policy = std::make_shared<PolicyChoice>(
+      make_policy(parse_policy(options.pruning.policy), budget, std::nullopt,
+                  {config, partition, DType::f32, {}, comm}));
+  const auto served = engine();
+  Executor executor(*served);
+  if (!comm.is_root()) return executor.follow();
+  scheduling.max_kept_tokens = 1000;
+  Scheduler scheduler(executor, scheduling);
+  GenerationRequest request = request_of({some(60), some(5), 4});
+  request.prompt.push_back({Segment::Kind::generated, some(40), {}});
+  request.prompt.push_back({Segment::Kind::question, some(3), {}});
+  request.prompt.push_back({Segment::Kind::context, some(20), {}});
+  request.prompt.push_back({Segment::Kind::question, some(3), {}});
+  request.returns_kept = true;
+  const auto heard = std::make_shared<Heard>();
+  scheduler.submit(request, heard);
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(heard->error, "");
+  const auto kept = heard->endings[0].kept;
+  ASSERT_NE(kept, nullptr);
+  const auto rows_of = [&](std::ptrdiff_t begin, std::ptrdiff_t end) {
+    return std::accumulate(kept->rows.begin() + begin, kept->rows.begin() + end, std::int64_t{0});
+  };
+  EXPECT_EQ(rows_of(0, 128), 64 * kept->full);
+  EXPECT_LT(rows_of(65, 105), 40 * kept->full);
+  EXPECT_EQ(rows_of(128, 131), 3 * kept->full);
+  scheduler.drain();
+  scheduler.run();
 }
 
 TEST_F(SchedulerTest, TypesOfRowsShareOneLimit) {

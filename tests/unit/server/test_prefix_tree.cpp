@@ -162,7 +162,7 @@ TEST(Plan, MessagesAreReadAsTheyWereWritten) {
   const PageFormat quantised = {RowType::q8, RowType::q4};
   plan.creates = {{7, -1, own, quantised, -1}, {8, 7, {}, {}, 30}, {9, -1, {}, PageFormat(), -1}};
   plan.spans = {{7, StepPart::held, StepOutput::none, true, 9, 10, {1, 2, 3}},
-                {8, StepPart::generated, StepOutput::argmax, false, -1, -1, {5}}};
+                {8, StepPart::generated, StepOutput::argmax, false, -1, -1, {5}, {}, true}};
   plan.ends = true;
   const auto message = plan.encode();
   const Plan read = Plan::decode(message);
@@ -174,6 +174,8 @@ TEST(Plan, MessagesAreReadAsTheyWereWritten) {
   EXPECT_EQ(read.creates[2].page_format, PageFormat());
   EXPECT_EQ(read.creates[1].tokens, 30);
   EXPECT_EQ(read.spans[0].spare_as, 10);
+  EXPECT_FALSE(read.spans[0].context_follows);
+  EXPECT_TRUE(read.spans[1].context_follows);
   EXPECT_EQ(read.spans[0].tokens, (std::vector<TokenId>{1, 2, 3}));
   for (std::size_t size = 0; size < message.size(); ++size) {
     EXPECT_THROW(Plan::decode(message.substr(0, size)), Error) << size;

@@ -96,7 +96,7 @@ void Engine::check_more_context(SequenceId sequence, std::int64_t count) const {
     throw Error(fmt::format("policy {}: nothing can be added to a context that it has pruned: {}",
                             choice.name, what));
   };
-  if (choice.info->repeats_context) refuse("it has the model repeat the context as a whole");
+  if (choice.info->repeats_context) refuse("it has the model run the context again as a whole");
   if (!choice.info->scores_again || choice.info->has_own_budget) {
     refuse("it cannot score again after each chunk");
   }

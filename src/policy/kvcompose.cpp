@@ -213,6 +213,7 @@ PolicyInfo kvcompose() {
   info.cost = "about 3 prefills; 4 bytes a row and query head, a full cache and a chunk";
   info.scores_again = false;
   info.repeats_context = true;
+  info.repeats_without_words = true;
   info.repeat_chunk = "chunk";
   info.make_with<KvComposeParameters>([](const auto& p, const PolicySetup&) {
     return [adds_mean = p.head_mean] { return std::make_unique<KvCompose>(adds_mean); };

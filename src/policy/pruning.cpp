@@ -382,11 +382,10 @@ LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
                             names(PruningField::evict_ratio)));
   }
   PolicyChoice choice = make_policy(spec, pruning.budget(), pruning.amount.threshold, setup);
-  if (repeat && spec.info->repeats_context) {
-    const RepeatPrompt own = choice.repeat;  // the policy's
+  if (repeat && spec.info->repeats_context && !choice.repeat.is_bare) {
+    const std::int64_t chunk = choice.repeat.chunk;  // the policy's
     choice.repeat = *repeat;
-    choice.repeat.chunk = own.chunk;
-    choice.repeat.is_bare = own.is_bare;
+    choice.repeat.chunk = chunk;
   }
   return {pruning, std::make_shared<const PolicyChoice>(std::move(choice))};
 }

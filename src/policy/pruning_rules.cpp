@@ -276,9 +276,10 @@ Rules abilities(const Case& c) {
            {F::threshold, F::policy},
            "{0} cannot be combined with {own}, which keeps a share of all pairs, whatever their "
            "scores: give {budgets or}"),
-      Rule(info.repeats_context && after_question, Code::conflict, {F::prune_after, F::policy},
-           "{0} question cannot be combined with {own}: the model repeats the context before any "
-           "question"),
+      Rule(
+          info.repeats_context && after_question, Code::conflict, {F::prune_after, F::policy},
+          "{0} question cannot be combined with {own}: the model runs the context again before any "
+          "question"),
       Rule(info.repeats_context && c.p.mode == PruneMode::always, Code::conflict,
            {F::prune, F::policy},
            "{0} always cannot be combined with {own}, which scores the context alone"),

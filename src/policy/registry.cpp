@@ -161,7 +161,7 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
 
   if (info.repeats_context && !spec.modifiers.empty()) {
     throw Error(fmt::format(
-        "policy {} scores the context after the model has repeated it, and has a budget "
+        "policy {} scores the context after the model has run it again, and has a budget "
         "of its own: it cannot have the modifier {}",
         info.name, spec.modifiers[0].first->name));
   }

@@ -103,7 +103,7 @@ std::optional<RepeatPrompt> share_repeat_prompt(const Pruning& pruning, const Mo
                                                 const Communicator& comm,
                                                 const PruningNames& names) {
   const PolicyInfo* const info = pruning.prunes() ? pruning.info() : nullptr;
-  if (!info || !info->repeats_context) return {};
+  if (!info || !info->repeats_context || info->repeats_without_words) return {};
   RepeatPrompt repeat;
   comm.agree_on_root([&] {
     const std::string policy = fmt::format("{} {}", names(PruningField::policy), info->name);

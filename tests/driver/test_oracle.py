@@ -170,6 +170,10 @@ class Oracle(TestCase):
             result = kvzap("-m", model, "--token-ids", "-p", "1 2 3", *kvzip, *HALF, ranks=ranks)
             self.assertNotIn("model.safetensors", str(result))
             self.fail_with(result, "asked to repeat the context in words", "tokenizer.json", code=1)
+        # No words ask for kvcompose's second look.
+        bare = self.copy(MODEL, "bare")
+        (bare / "tokenizer.json").unlink()
+        self.succeed("-m", bare, "--token-ids", "-p", "5 6 7 8", "--policy", "kvcompose", *HALF, "-n", "1")
         ids = self.token_ids_of_the_prefix()
         for ranks in (0, 2):
             result = kvzap("-m", MODEL, "--token-ids", "-p", ids, *kvzip, *HALF, ranks=ranks)

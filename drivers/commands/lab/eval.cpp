@@ -106,7 +106,7 @@ class Evaluation {
   // 2. Loads the policies of all settings, and checks that they suit every prompt.
   void load_policies();
   LoadedPruning load_setting(std::size_t index, const std::optional<RepeatPrompt>& repeat);
-  void check_prompts(const std::optional<RepeatPrompt>& repeat) const;
+  void check_prompts() const;
   // 3. Reads finished prompts, and plans the others.
   void open_folder();
   void add_policy_files(ordered_json& options) const;
@@ -263,10 +263,10 @@ void Evaluation::load_policies() {
     m_texts.push_back(load_policy_texts(m_engine_options[i], prune.policy.get(), *m_setup,
                                         m_tokenizer ? &*m_tokenizer : nullptr, m_comm));
   }
-  m_comm.agree_on_root([&] { check_prompts(repeat); });
+  m_comm.agree_on_root([&] { check_prompts(); });
 }
 
-void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const {
+void Evaluation::check_prompts() const {
   std::set<std::size_t> lengths;
   for (const EvalPrompt& prompt : m_prompts.prompts) {
     const std::size_t length = prompt.tokens.context.size();
@@ -276,8 +276,8 @@ void Evaluation::check_prompts(const std::optional<RepeatPrompt>& repeat) const 
       try {
         check_budget(m_prune[i].policy->budget, m_setup->config, dtype_from_name(m_options.dtype),
                      static_cast<std::int64_t>(length), format_of(i));
-        if (repeat && m_prune[i].policy->info->repeats_context &&
-            static_cast<std::int64_t>(length) <= repeat->prefix) {
+        if (m_prune[i].policy->info->repeats_context &&
+            static_cast<std::int64_t>(length) <= m_prune[i].policy->repeat.prefix) {
           throw Error("the context has nothing to repeat");
         }
       } catch (const Error& error) {

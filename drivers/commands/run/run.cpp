@@ -258,9 +258,10 @@ void Run::set_up_policy() {
     m_report.is_full_at_first = cache.is_full_at_first();
   });
   const CacheOptions& cache = m_report.cache_options;
+  const bool repeats = cache.policy && cache.policy->info->repeats_context;
   const std::int64_t repeat_tokens =
-      repeat ? longest_repeat(m_report.context_tokens, cache.policy->repeat) : 0;
-  if (repeat && !m_options.random_weights &&
+      repeats ? longest_repeat(m_report.context_tokens, cache.policy->repeat) : 0;
+  if (repeats && !m_options.random_weights &&
       m_report.context_tokens + repeat_tokens > config().longest_context()) {
     warn(
         fmt::format("the repeat of the context ends at position {}, and the model's {} is {}: "

@@ -142,9 +142,10 @@ void dry_run(RunOptions options, const ModelSetup& setup, const Tokenizer* token
           pruning.prunes() ? pruning.spec(flag_names()).repeat_chunk() : 0;
       if (repeated > 0) {
         fmt::print(
-            "note: full at first; while the context is repeated, rows of up to {} more tokens and "
-            "of the prompt exist\n",
-            std::min(tokens, repeated));
+            "note: full at first; while the context is repeated, rows of up to {} more "
+            "tokens{} exist\n",
+            std::min(tokens, repeated),
+            pruning.info()->repeats_without_words ? "" : " and of the prompt");
       }
     }
     if (!options.json.empty()) {

@@ -214,7 +214,8 @@ void Serving::listen() {
 void Serving::load_policy() {
   const Tokenizer* const tokenizer = m_model.tokenizer ? &*m_model.tokenizer : nullptr;
   Pruning repeated = m_options.pruning;
-  const bool repeats = repeated.prunes() && repeated.info()->repeats_context;
+  const bool repeats = repeated.prunes() && repeated.info()->repeats_context &&
+                       !repeated.info()->repeats_without_words;
   if (repeats || m_options.request_policies == "on") {
     try {
       const auto repeating =

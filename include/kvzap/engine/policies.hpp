@@ -84,6 +84,8 @@ struct PolicyInfo {
   /// The policy scores how the model repeats the context, in separate steps after the whole
   /// context: PolicyChoice::repeat, Policy::context_scores.
   bool repeats_context = false;
+  /// With repeats_context: no words ask for the repeat (RepeatPrompt::is_bare).
+  bool repeats_without_words = false;
   /// The whole number among `parameters` that is RepeatPrompt::chunk. Empty: none.
   std::string repeat_chunk;
   /// Loads the policy's files and tables, once for all sequences.

@@ -498,8 +498,11 @@ void expect_refused(const Call& call, const std::vector<std::string>& parts) {
 TEST_F(Resume, RefusesWhatCannotGoOn) {
   // Nothing is added to contexts that policies look at as a whole, have closed up, or would see too
   // little of.
-  for (const auto& [k, why] : std::vector<std::pair<std::size_t, std::string>>{
-           {15, "repeat the context"}, {16, "positions"}, {19, "score again"}, {8, "3 are new"}}) {
+  for (const auto& [k, why] :
+       std::vector<std::pair<std::size_t, std::string>>{{15, "run the context again"},
+                                                        {16, "positions"},
+                                                        {19, "score again"},
+                                                        {8, "3 are new"}}) {
     const auto run = generator(kinds()[k], world);
     run->prefill(context, true);
     expect_refused([&] { run->append_context({1, 2, 3}); }, {why});

@@ -110,8 +110,7 @@ Pruning pruning_of(const Entry& entry, const std::string& amount, const PolicySp
   base.mode.reset();
   Pruning pruning = parsed(entry, amount, request, base);
   const PolicyInfo& info = *spec.info;
-  const bool is_budget = (pruning.amount.has_budget() && !pruning.looks_up_threshold()) ||
-                         spec.has_modifier(&ModifierInfo::gives_budget);
+  const bool is_budget = pruning.has_budget(spec);
   if (entry.keys.count("prune-after") == 0) {
     const bool can_wait = is_budget && !info.repeats_context;
     const bool waits = info.needs_question || (can_wait && general.moment == PruneMoment::question);

@@ -287,6 +287,11 @@ bool Pruning::looks_up_threshold() const {
   return (amount.evict_ratio || amount.recommended) && is_plain_kvzap();
 }
 
+bool Pruning::has_budget(const PolicySpec& spec) const {
+  return (amount.has_budget() && !looks_up_threshold()) ||
+         spec.has_modifier(&ModifierInfo::gives_budget);
+}
+
 Budget Pruning::budget() const {
   Budget budget;
   if (amount.evict_ratio) {

@@ -385,7 +385,7 @@ std::optional<PruningFault> policy_fault(Case c, const PolicySpec& spec) {
   c.has_modifiers = !spec.modifiers.empty();
   // An evict ratio that is converted to a threshold by a table is no budget.
   const bool looks_up = c.p.looks_up_threshold();
-  c.has_budget = c.p.amount.has_budget() && !looks_up;
+  c.has_budget = c.p.has_budget(spec);
   c.has_threshold =
       c.p.amount.has_threshold() || looks_up || spec.has_modifier(&ModifierInfo::judges_rows);
   auto fault = first_fault(c, {policy_amount});

@@ -104,6 +104,15 @@ class Conversations(ChatTest):
         for rows in report["answers"][-1]["cache"]["kept_rows"]:
             self.assertLess(max(rows), 64 + 32)
 
+    def test_modifiers_may_give_the_budget(self):
+        ratios = self.folder / "ratios.json"
+        ratios.write_text("[0.5, 0.5, 0.5, 0.5, 0.5, 0.5]")
+        for modifier in ("per-layer", "per-head"):
+            report, _ = self.talk("--surrogate", MLP, "--policy", f"kvzap+{modifier}:ratios={ratios}", "-p", CASE["context"], "-n", "4",
+                                  lines=[ASKED[0]])
+            self.assertEqual(report["options"]["prune"], "prefill")
+            self.assertAlmostEqual(report["context"]["evict_ratio"], 0.5, delta=0.01)
+
     def test_full_context(self):
         _, result = self.talk("-c", "64", "--ignore-eos", lines=["Hello.", "Hello.", "/stats"])
         self.assertIn("the context is full: 64 tokens of 64; /undo takes back the last question, /reset starts", result.err.decode())

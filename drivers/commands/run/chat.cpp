@@ -16,11 +16,9 @@ namespace {
 /// Returns whether a threshold judges every pair as it leaves the window, including pairs of
 /// messages and answers.
 bool judges_what_is_said(const Pruning& pruning) {
-  const bool has_budget = pruning.amount.has_budget() && !pruning.looks_up_threshold();
-  if (!pruning.prunes() || has_budget || pruning.decode.every > 0) return false;
-  if (pruning.policy.empty()) return true;
-  const PolicyInfo& info = *pruning.spec(flag_names()).info;
-  return info.judges_tokens && !info.has_own_budget;
+  if (!pruning.prunes() || !pruning.has_policy() || pruning.decode.every > 0) return false;
+  const PolicySpec spec = pruning.spec(flag_names());
+  return spec.info->judges_tokens && !spec.info->has_own_budget && !pruning.has_budget(spec);
 }
 
 }  // namespace

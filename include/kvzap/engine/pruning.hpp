@@ -198,6 +198,9 @@ struct Pruning {
   /// Returns whether the threshold is one that `kvzap calibrate` has stored beside the surrogate
   /// (ThresholdTable): plain kvzap with an evict ratio, or with the recommended threshold.
   bool looks_up_threshold() const;
+  /// Returns whether a budget chooses rows: that of the amount, or one that a modifier of `spec`
+  /// brings.
+  bool has_budget(const PolicySpec& spec) const;
   /// Returns the amount as a budget. Without one, returns Budget::Amount::none.
   Budget budget() const;
   /// Returns the text of the policy in force, including the surrogate and layerwise; empty without

@@ -101,6 +101,7 @@ void Engine::check_more_context(SequenceId sequence, std::int64_t count) const {
     refuse("it cannot score again after each chunk");
   }
   if (choice.rerotate) refuse("it has closed up the positions");
+  if (!choice.why_once.empty()) refuse(choice.why_once);
   if (state.steps > 0 && state.pruning->pruning.decode.every == 0 &&
       state.pruning->chooses_rows() && state.policy->needs().every_step) {
     refuse("it scores in every step, and did not in those of the answer; decode_every lets it");

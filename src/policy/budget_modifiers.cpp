@@ -289,9 +289,10 @@ ModifierInfo rerotate() {
            "length");
     refuse(choice.budget.group != 0, "rerotate",
            "chunkkv may keep a shorter last group in one layer and not in another");
-    refuse(choice.info->scores_ages, "rerotate",
-           fmt::format("policy {} scores rows by their age, which new positions do not tell",
-                       choice.info->name));
+    if (choice.make()->needs().ages) {
+      choice.why_once =
+          "it scores rows by their age, which the new positions of rerotate do not tell";
+    }
     choice.rerotate = true;
   };
   return info;

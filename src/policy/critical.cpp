@@ -315,11 +315,8 @@ ModifierInfo critical() {
           "critical has no meaning with a threshold: its first stage is a share of a budget; give "
           "an evict ratio, a number of tokens or a size");
     }
-    if (choice.info->scores_ages) {
-      throw Error(fmt::format(
-          "critical has no meaning here: policy {} continues from its own scores and the "
-          "age of their rows, which the second stage changes",
-          choice.info->name));
+    if (choice.make()->needs().every_step) {
+      choice.why_once = "it continues from its earlier scores, which critical replaces";
     }
     CriticalOptions options{setup.dtype == DType::bf16, p.epsilon, p.first};
     if (choice.budget.pool == Budget::Pool::layer) {

@@ -80,6 +80,7 @@ class H2O final : public Policy {
     needs.blocks = true;
     needs.log_sum_exp = true;
     needs.every_step = needs.accumulates = true;
+    needs.ages = m_normalizes;
     needs.budget = m_local;
     return needs;
   }

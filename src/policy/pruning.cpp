@@ -392,7 +392,9 @@ LoadedPruning load(const Pruning& pruning, const PolicySetup& setup,
     choice.repeat = *repeat;
     choice.repeat.chunk = chunk;
   }
-  return {pruning, std::make_shared<const PolicyChoice>(std::move(choice))};
+  LoadedPruning loaded{pruning, std::make_shared<const PolicyChoice>(std::move(choice))};
+  check(loaded, /*has_scorer*/ false, names);
+  return loaded;
 }
 
 std::int64_t parse_bytes(const std::string& text, const std::string& what) {

@@ -57,6 +57,8 @@ struct Case {
   bool has_modifiers = false;
   bool has_budget = false;     // a budget chooses rows
   bool has_threshold = false;  // a threshold does
+  std::string why_once;        // PolicyChoice::why_once
+  bool marks_scores = false;   // PolicyChoice::scores_are_marked
 };
 
 /// The text names the rule's fields by their places, {0}, and other fields by their names,
@@ -293,6 +295,11 @@ Rules abilities(const Case& c) {
            "{0} cannot be combined with {own}, which cannot score again while the model generates"),
       Rule(cuts && info.has_own_budget, Code::conflict, {F::decode_every, F::policy},
            "{0} cannot be combined with {own}, which sets its own amount"),
+      Rule(cuts && !c.why_once.empty(), Code::conflict, {F::decode_every, F::policy},
+           "{0} cannot be combined with {own}: {value}", c.why_once),
+      Rule(c.p.prefill != PrefillMode::dense && !c.why_once.empty() && c.marks_scores,
+           Code::conflict, {F::prefill, F::policy},
+           "{0} sparse cannot be combined with {own}: {value}", c.why_once),
       Rule(c.p.prefill != PrefillMode::dense && !scores_chunks, Code::conflict,
            {F::prefill, F::policy},
            "{0} sparse cannot be combined with {own}, which cannot score again after each chunk"),
@@ -446,7 +453,10 @@ std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_sc
   if (pruning.policy) c.info = pruning.policy->info;
   if (c.p.moment == PruneMoment::question) fault = first_fault(c, {one_step});
   if (!fault) fault = first_fault(c, {ranges});
-  return fault || !c.info ? fault : ability_fault(c);
+  if (fault || !c.info) return fault;
+  c.why_once = pruning.policy->why_once;
+  c.marks_scores = pruning.policy->scores_are_marked;
+  return ability_fault(c);
 }
 
 void check(const Pruning& p, const PruningUse& use, const PruningNames& names) {

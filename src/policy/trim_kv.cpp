@@ -288,7 +288,7 @@ class TrimKv final : public Policy {
     PolicyNeeds needs;
     needs.blocks = true;
     // Hidden states exist only during a step, so later cuts need the scores of all tokens.
-    needs.every_step = needs.accumulates = true;
+    needs.every_step = needs.accumulates = needs.ages = true;
     return needs;
   }
 
@@ -339,9 +339,7 @@ class TrimKv final : public Policy {
 /// The age T + 1 - p is that of the authors' code; the paper counts T - p. The authors protect no
 /// row (`--sink 0`); their cuts every `buffer_size` tokens are `--decode-every`. Their scores with
 /// a key's norm or with several steps ahead, which are not their defaults, are left out, as are
-/// gates of keys and values (rg2, rg3), of which none is published. Renumbered positions tell no
-/// ages, so that `+rerotate` is refused, and `+critical`, which stores other scores. kvpress has no
-/// such press.
+/// gates of keys and values (rg2, rg3), of which none is published. kvpress has no such press.
 PolicyInfo trim_kv() {
   PolicyInfo info;
   info.name = "trim-kv";
@@ -349,7 +347,6 @@ PolicyInfo trim_kv() {
   info.formula = "age * log(beta), beta by a gate of the hidden state";
   info.needs = "hidden states; trained gates";
   info.cost = "a product of hidden states with the gates' hidden layer (hidden_size x 512)";
-  info.scores_ages = true;
   info.make_with<TrimKvParameters>([](const auto& p, const PolicySetup& setup) {
     const std::shared_ptr<Gates> gates = load(p.gates, setup);
     return [=] { return std::make_unique<TrimKv>(gates); };

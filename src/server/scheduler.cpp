@@ -253,9 +253,9 @@ void Scheduler::Impl::prepare(Job& job) const {
     return segment.kind == Segment::Kind::context;
   });
   job.has_one_context = contexts == 1 && prompt.front().kind == Segment::Kind::context;
-  if (!job.traits.repeats || contexts < 2) return;
+  if (!job.traits.takes_one || contexts < 2) return;
   throw Error(
-      fmt::format("the policy has the model repeat the context as a whole, but the prompt has {} "
+      fmt::format("the policy scores the context as a whole, but the prompt has {} "
                   "contexts; expected one message of the user, with at most one part before its "
                   "question",
                   contexts));

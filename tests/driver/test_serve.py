@@ -1500,7 +1500,7 @@ class Policies(ServerTest):
         turns = [*ASK["messages"], {"role": "assistant", "content": "It is 5."}, {"role": "user", "content": "Really?"}]
         wish = {"policy": "kvzip", "evict_ratio": 0.5}
         error = self.check_error(server.request("POST", CHAT, {"messages": turns, "kvzap": wish}), 400)
-        self.assertIn("repeat the context as a whole", error["message"])
+        self.assertIn("scores the context as a whole", error["message"])
         self.stop(server)
         server = self.start("--dtype", "f32", "--request-policies", "off")
         reply = server.request("POST", CHAT, {**ASK, "kvzap": {"policy": "snapkv", "evict_ratio": 0.5}})

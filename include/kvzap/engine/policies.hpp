@@ -72,9 +72,6 @@ struct PolicyInfo {
   /// The policy uses only keys, values and positions, or keeps its state across steps. So it can
   /// score again while the model generates (Pruning's decode cadence) and chunk by chunk.
   bool scores_again = true;
-  /// Scores depend on the distance of rows from the newest token. Renumbered positions do not tell
-  /// it (`rerotate`).
-  bool scores_ages = false;
   /// Scores depend on the question, so pruning must follow it (PruneMoment::question). They need
   /// the question's tokens alone and the rows before it (Engine::run_with_question).
   bool needs_question = false;
@@ -180,6 +177,8 @@ struct PolicyChoice {
   /// context. The policy sets the length of a chunk. The caller that makes the engine sets
   /// everything else with make_repeat_prompt.
   RepeatPrompt repeat;
+  /// Why later steps cannot continue from the scores of earlier ones. Empty: they can, or need not.
+  std::string why_once;
   /// Some rows are marked with the largest finite score (critical).
   bool scores_are_marked = false;
 };

@@ -21,6 +21,9 @@ struct PolicyNeeds {
   /// The policy scores in every step, generated tokens included. PolicyLayer::cached_scores returns
   /// its earlier scores, which running sums need.
   bool every_step = false;
+  /// With `every_step`: the age of a row, the tokens from its own on, leads from its earlier score
+  /// to the next one. Renumbered positions (`rerotate`) do not tell it.
+  bool ages = false;
   /// With `blocks`: cached_scores hold all that the policy needs of earlier steps, so that its
   /// scores after several steps of a context are those after one step of it.
   bool accumulates = false;

@@ -22,10 +22,10 @@ class Executor {
  public:
   /// Abilities of a sequence that depend on its pruning.
   struct Traits {
-    bool holds = true;     // a context may run in several steps, judged then (Engine::can_hold)
-    bool goes_on = true;   // more context may follow a state that other sequences are forked from
-    bool repeats = false;  // the model repeats the context, so that there can be only one
-    bool drafts = false;   // a step can check drafts (Engine::why_no_drafts)
+    bool holds = true;       // a context may run in several steps, judged then (Engine::can_hold)
+    bool goes_on = true;     // more context may follow a state that other sequences are forked from
+    bool takes_one = false;  // the policy scores one context as a whole, so that there is only one
+    bool drafts = false;     // a step can check drafts (Engine::why_no_drafts)
     bool drafts_packed = false;  // the same if pages store quantised rows
     bool takes_parts = false;    // a policy takes a context in several steps (Engine::takes_parts)
     bool answers_go_on = true;   // more context may follow an answer, too

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <kvzap/engine/pruning.hpp>
 #include <kvzap/engine/surrogate.hpp>
 #include <string>
 #include <vector>
@@ -401,11 +402,13 @@ TEST_F(LearnedPolicies, TrimKvNeedsThePositionsOfTheText) {
   half.evict_ratio = 0.5;
   const std::string text = "trim-kv:gates=" + file("gates.safetensors");
   for (const char* more : {"", "+ada", "+global"}) {
-    EXPECT_TRUE(make_policy(parse_policy(text + more), half, {}, setup()).make) << more;
+    EXPECT_EQ(make_policy(parse_policy(text + more), half, {}, setup()).why_once, "") << more;
   }
   for (const char* more : {"+rerotate", "+critical"}) {
-    test::expect_error([&] { make_policy(parse_policy(text + more), half, {}, setup()); },
-                       {"trim-kv", "age"});
+    Pruning pruning = Pruning::parse(text + more).evict_ratio(0.5);
+    EXPECT_TRUE(load(pruning, setup()).policy) << more;  // one cut
+    pruning.decode = {8, 16, {}};
+    test::expect_error([&] { load(pruning, setup()); }, {"decode_every", "trim-kv", "it "});
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <functional>
+#include <kvzap/engine/pruning.hpp>
 #include <limits>
 #include <memory>
 #include <string>
@@ -350,6 +351,39 @@ TEST_F(Modifiers, PerLayerReadsLinesAndLists) {
   expect_error("0.5\n1\n0\n", "evict ratio of layer 1 is 1");
   expect_error("0.5\nmany\n0\n", "\"many\"");
   expect_error("[0.5, \"a\", 0]", "expected a number");
+}
+
+// Some modifiers replace what the next step's scores continue from.
+TEST_F(Modifiers, LaterStepsContinueFromScores) {
+  ModelConfig config;
+  config.num_hidden_layers = 1;
+  config.num_key_value_heads = kv_heads;
+  config.num_attention_heads = kv_heads * group;
+  config.head_dim = head_dim;
+  config.hidden_size = hidden_size;
+  const auto partition = HeadPartition::even(1, kv_heads, 1);
+  const PolicySetup setup{config, partition, DType::f32, {}, Communicator::self()};
+  const auto loads = [&](const char* name, bool cuts, bool is_sparse) {
+    Pruning pruning = Pruning::parse(name).evict_ratio(0.5);
+    if (cuts) pruning.decode = {8, 16, {}};
+    if (is_sparse) pruning.prefill = PrefillMode::sparse;
+    try {
+      load(pruning, setup);
+      return true;
+    } catch (const PruningError&) {
+      return false;
+    }
+  };
+  for (const char* name :
+       {"h2o", "h2o+ada", "h2o:normalize=off+rerotate", "knorm+rerotate", "snapkv+critical"}) {
+    EXPECT_TRUE(loads(name, true, false) && loads(name, false, true)) << name;
+  }
+  for (const char* name : {"h2o+rerotate", "h2o+critical", "h2o:normalize=off+critical"}) {
+    EXPECT_TRUE(loads(name, false, false)) << name;
+    EXPECT_FALSE(loads(name, true, false)) << name;
+  }
+  EXPECT_FALSE(loads("h2o+critical", false, true));
+  EXPECT_TRUE(loads("h2o+rerotate", false, true));  // after the last chunk
 }
 
 }  // namespace

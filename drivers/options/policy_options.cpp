@@ -6,7 +6,6 @@
 #include <cmath>
 #include <filesystem>
 #include <kvzap/engine/thresholds.hpp>
-#include <limits>
 #include <system_error>
 #include <vector>
 
@@ -16,18 +15,14 @@
 namespace kvzap::driver {
 namespace {
 
-/// Returns the budget changed by the modifiers that determine the number of rows that stay. (Other
-/// modifiers only choose rows, or may need weights.)
-Budget planned_budget(const Budget& budget, const PolicySpec& spec, const PolicySetup& setup) {
-  PolicyChoice choice;
-  choice.budget = budget;
-  choice.info = spec.info;
-  choice.threshold = std::numeric_limits<double>::quiet_NaN();
-  for (const auto& [modifier, arguments] : spec.modifiers) {
-    const bool has_amount = choice.budget.has_amount() || modifier->gives_budget;
-    if (modifier->changes_rows && has_amount) modifier->apply(choice, arguments, setup);
-  }
-  return choice.budget;
+/// Returns the budget with the changes that the policy and its modifiers make. Loads the policy, so
+/// that a plan refuses what a run refuses.
+Budget planned_budget(const Pruning& pruning, const PolicySpec& spec, const PolicySetup& setup) {
+  const Pruning::Amount& amount = pruning.amount;
+  const bool has_amount =
+      amount.has_budget() || amount.has_threshold() || spec.has_amount_of_modifier();
+  if (!pruning.prunes() || pruning.looks_up_threshold() || !has_amount) return pruning.budget();
+  return load(pruning, setup, {}, flag_names()).policy->budget;
 }
 
 }  // namespace
@@ -92,7 +87,7 @@ PlannedEviction planned_eviction(const EngineOptions& o, const PolicySetup& setu
                                  const ModelConfig& config, std::int64_t tokens) {
   const bool has_policy = o.pruning.has_policy();
   const PolicySpec spec = has_policy ? o.pruning.spec(flag_names()) : PolicySpec();
-  const Budget budget = planned_budget(o.pruning.budget(), spec, setup);
+  const Budget budget = has_policy ? planned_budget(o.pruning, spec, setup) : o.pruning.budget();
   const bool is_plain_ratio = budget.amount == Budget::Amount::evict_ratio &&
                               (!has_policy || o.pruning.looks_up_threshold());
   if (!budget.has_amount()) return {0, o.pruning.window, !o.pruning.prunes()};

@@ -197,7 +197,6 @@ ModifierInfo per_layer() {
   info.effect = "every layer has its own evict ratio";
   info.amount = "ratios";
   info.gives_budget = true;
-  info.changes_rows = true;
   info.keeps_shape = true;
   info.apply_with<PerLayerParameters>([](PolicyChoice& choice, const auto& p,
                                          const PolicySetup& setup) {
@@ -229,7 +228,6 @@ ModifierInfo chunkkv() {
   info.paper = "ChunkKV, arXiv 2502.00299";
   info.effect =
       "groups of consecutive tokens stay or are evicted together, in all heads of a layer";
-  info.changes_rows = true;
   info.apply_with<ChunkKvParameters>([](PolicyChoice& choice, const auto& p, const PolicySetup&) {
     need_budget(choice, "chunkkv", "keeps a number of groups of tokens");
     refuse(choice.budget.pool != Budget::Pool::head, "chunkkv",

@@ -156,7 +156,6 @@ ModifierInfo per_head() {
   info.effect = "every head has its own evict ratio, from a file";
   info.amount = "ratios";
   info.gives_budget = true;
-  info.changes_rows = true;
   info.is_alone = true;
   info.apply_with<PerHeadParameters>(
       [](PolicyChoice& choice, const auto& p, const PolicySetup& setup) {

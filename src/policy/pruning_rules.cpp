@@ -396,7 +396,7 @@ std::optional<PruningFault> policy_fault(Case c, const PolicySpec& spec) {
   c.has_threshold =
       c.p.amount.has_threshold() || looks_up || spec.has_modifier(&ModifierInfo::judges_rows);
   auto fault = first_fault(c, {policy_amount});
-  return fault || c.use.plans || !c.p.prunes() ? fault : ability_fault(c);
+  return fault || !c.p.prunes() ? fault : ability_fault(c);
 }
 
 /// Returns the policy with the surrogate and layerwise as its arguments.

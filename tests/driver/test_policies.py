@@ -4,10 +4,11 @@ import json
 import math
 import os
 import re
+import struct
 import unittest
 
 from harness import (CASES, HAVE_HDF5, KVZAP, LINEAR, MLP, MODEL, SOURCE, TestCase, kept_rows, kvzap,
-                     read_safetensors, run_command)
+                     read_safetensors, run_command, write_safetensors)
 
 CASE = CASES[0]
 TOKENS = CASE["n_context"]
@@ -191,6 +192,25 @@ class Options(TestCase):
         self.assertEqual(planned["total"]["kv_kept_bytes"], 100 * row)
         self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", "--policy", "snapkv+chunkkv:length=100",
                              "--keep-tokens", "99"), "minimum, 100")
+
+    def test_plans_refuse_what_runs_refuse(self):
+        gates, hidden, units = self.folder / "gates.safetensors", 256, 2
+        shapes = {"linear1.weight": [units, hidden], "linear1.bias": [units], "linear2.weight": [HEADS, units], "bias": [HEADS]}
+        nan = struct.pack("<f", math.nan)
+        write_safetensors(gates, {f"model.layers.{layer}.self_attn.retention_gate.{name}": ("F32", shape, nan * math.prod(shape))
+                                  for layer in range(LAYERS) for name, shape in shapes.items()})
+        for flags, words in [
+            (["--policy", "knorm+merge", "--threshold", "0.1"], "merge takes up the rows"),
+            (["--policy", "knorm+kvcrush", "--threshold", "0.1"], "kvcrush divides a budget"),
+            (["--policy", "kvcompose", "--threshold", "0.1"], "--threshold cannot be combined with --policy kvcompose"),
+            (["--policy", f"trim-kv:gates={gates}", "--evict-ratio", "0.5"], "is nan; expected finite numbers"),
+            (["--policy", "h2o+rerotate", "--evict-ratio", "0.5", "--decode-every", "8", "--decode-keep", "9"],
+             "--decode-every cannot be combined with --policy h2o: it scores rows by their age"),
+        ]:
+            with self.subTest(flags=flags):
+                ran = self.fail_with(kvzap(*ASK, *flags), words)
+                planned = self.fail_with(kvzap("-m", MODEL, "-c", "1000", "--dry-run", *flags), words)
+                self.assertEqual((planned.code, planned.errors), (ran.code, ran.errors))
 
 
 class Budgets(TestCase):

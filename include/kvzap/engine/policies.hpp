@@ -197,8 +197,6 @@ struct ModifierInfo {
   bool judges_rows = false;
   /// All layers share the budget (Budget::Pool::model).
   bool pools_layers = false;
-  /// Changes the number of rows that stay. `apply` then needs neither weights nor a policy.
-  bool changes_rows = false;
   /// Makes a budget that no other modifier can change. parse_policy refuses others beside it.
   bool is_alone = false;
   /// Keeps the budget's shape that belongs to the policy (PolicyInfo::shape).

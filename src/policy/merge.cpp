@@ -6,6 +6,7 @@
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
+#include "policy/merged_rows.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_math.hpp"
 #include "policy/row_products.hpp"
@@ -13,29 +14,12 @@
 namespace kvzap::policy {
 namespace {
 
-using MergeFloats = Kokkos::View<float*, MemorySpace>;
-
 /// Keeps norms and their sums away from 0, as in kvpress.
 constexpr float merge_epsilon = 1e-6f;
-/// Rows that one work item takes on a host.
-constexpr std::int64_t rows_together = 64;
 
 /// Evicted and kept rows whose products exist at a time. On a host they fit a core's cache.
 constexpr std::int64_t tile_gone = base::runs_on_host ? 256 : 1024;
 constexpr std::int64_t tile_kept = base::runs_on_host ? 1024 : 8192;
-
-/// Calls work(i) for 0 <= i < n, on the host's threads or as a kernel.
-template <class Work>
-void each_row(const ExecutionSpace& exec, const char* label, std::int64_t n, const Work& work) {
-  if (base::machine().on_host()) {
-    base::host_for(label, (n + rows_together - 1) / rows_together, [=](std::int64_t part) {
-      const std::int64_t end = std::min(n, (part + 1) * rows_together);
-      for (std::int64_t i = part * rows_together; i < end; ++i) work(i);
-    });
-    return;
-  }
-  Kokkos::parallel_for(label, PolicyRange(exec, 0, n), work);
-}
 
 // units(i) = keys(rows(i)), scaled to length 1; zeros if the length is not finite.
 void take_units(const ExecutionSpace& exec, const CutHead::Rows& keys, const std::int32_t* rows,
@@ -103,56 +87,6 @@ void take_largest(const ExecutionSpace& exec, const linalg::Matrix& products, st
       });
 }
 
-/// Which evicted rows go into which kept ones: those of target t are entries begins(t) …
-/// begins(t + 1) - 1.
-struct MergeList {
-  const std::int32_t* targets;
-  const std::int32_t* begins;
-  const std::int32_t* gone;
-  const float* weights;
-};
-
-// merged(t) = (v + sum w v') / (1 + sum w), over the entries of target t, in float.
-void add_values(const ExecutionSpace& exec, const CutHead::Rows& values, std::int64_t targets,
-                const MergeList& list, float* merged) {
-  const std::int64_t dim = values.extent(1);
-  const MergeList l = list;
-  each_row(
-      exec, "kvzap::policy::merge_values", targets, KOKKOS_LAMBDA(std::int64_t t) {
-        float* const sum = merged + t * dim;
-        for (std::int64_t d = 0; d < dim; ++d) sum[d] = 0;
-        float weight = 0;
-        for (std::int32_t e = l.begins[t]; e < l.begins[t + 1]; ++e) {
-          const float* const value = &values(l.gone[e], 0);
-          const float by = l.weights[e];
-          for (std::int64_t d = 0; d < dim; ++d) sum[d] += by * value[d];
-          weight += by;
-        }
-        const float* const own = &values(l.targets[t], 0);
-        for (std::int64_t d = 0; d < dim; ++d) sum[d] = (own[d] + sum[d]) / (1 + weight);
-      });
-}
-
-/// Memory of kernels, with a copy on the host.
-template <class Value>
-class Mirrored {
- public:
-  void reserve(std::int64_t count, const char* label) {
-    if (static_cast<std::int64_t>(m_values.extent(0)) >= count) return;
-    m_host = {};
-    base::reserve_scratch(m_values, count, label);
-    m_host = Kokkos::create_mirror_view(m_values);
-  }
-  Value* device() const { return m_values.data(); }
-  Value* host() const { return m_host.data(); }
-  void to_kernels(const ExecutionSpace& exec) const { Kokkos::deep_copy(exec, m_values, m_host); }
-  void to_host(const ExecutionSpace& exec) const { Kokkos::deep_copy(exec, m_host, m_values); }
-
- private:
-  Kokkos::View<Value*, MemorySpace> m_values;
-  base::HostMirror<Kokkos::View<Value*, MemorySpace>> m_host;
-};
-
 struct MergeParameters : PolicyParameters {
   double similarity =
       number("similarity", 0, {0, 1}, "cosine of two keys below which no value is taken up");
@@ -194,18 +128,8 @@ class ValueMerge final : public ValueMerger {
     m_nearest.to_host(head.exec);
     base::fence(head.exec, "kvzap::policy: the host weighs the rows to merge");
     weigh();
-    const auto targets = static_cast<std::int64_t>(m_merged.rows.size());
-    const auto dim = static_cast<std::int64_t>(head.values.extent(1));
-    m_targets.to_kernels(head.exec);
-    m_begins.to_kernels(head.exec);
-    m_entries.to_kernels(head.exec);
-    m_weights.to_kernels(head.exec);
     // The keys have served; there are no more targets than kept rows.
-    add_values(head.exec, head.values, targets,
-               {m_targets.device(), m_begins.device(), m_entries.device(), m_weights.device()},
-               m_units.data());
-    m_merged.values = linalg::ConstMatrix(m_units.data(), targets, dim);
-    return m_merged;
+    return m_rows.add(head, m_entries, m_kept.host(), m_count_kept, true, m_units);
   }
 
  private:
@@ -279,37 +203,13 @@ class ValueMerge final : public ValueMerger {
     return weight > 0 ? weight : 0;  // also for NaN
   }
 
-  // Lists the targets with their evicted rows and weights.
+  // Lists the rows that are taken up.
   void weigh() {
     const float least = least_similarity();
-    m_all_weights.resize(static_cast<std::size_t>(m_count_gone));
-    m_counts.assign(static_cast<std::size_t>(m_count_kept) + 1, 0);
+    m_entries.clear();
     for (std::int64_t i = 0; i < m_count_gone; ++i) {
-      m_all_weights[i] = weight(i, least);
-      if (m_all_weights[i] > 0) ++m_counts[m_nearest.host()[i]];
-    }
-    m_targets.reserve(m_count_kept, "kvzap::policy::merge_targets");
-    m_begins.reserve(m_count_kept + 1, "kvzap::policy::merge_begins");
-    m_entries.reserve(m_count_gone, "kvzap::policy::merge_entries");
-    m_weights.reserve(m_count_gone, "kvzap::policy::merge_weights");
-    m_merged.rows.clear();
-    std::int32_t entries = 0;
-    m_begins.host()[0] = 0;
-    for (std::int64_t k = 0; k < m_count_kept; ++k) {
-      if (m_counts[k] == 0) continue;
-      const std::size_t target = m_merged.rows.size();
-      m_targets.host()[target] = m_kept.host()[k];
-      m_merged.rows.push_back(m_kept.host()[k]);
-      const std::int32_t count = m_counts[k];
-      m_counts[k] = entries;  // from now on: where its next entry goes
-      entries += count;
-      m_begins.host()[target + 1] = entries;
-    }
-    for (std::int64_t i = 0; i < m_count_gone; ++i) {
-      if (!(m_all_weights[i] > 0)) continue;
-      const std::int32_t place = m_counts[m_nearest.host()[i]]++;
-      m_entries.host()[place] = m_gone.host()[i];
-      m_weights.host()[place] = m_all_weights[i];
+      const float by = weight(i, least);
+      if (by > 0) m_entries.push_back({m_nearest.host()[i], m_gone.host()[i], by});
     }
   }
 
@@ -323,11 +223,9 @@ class ValueMerge final : public ValueMerger {
   Mirrored<float> m_similarities;         // (evicted row)
   Mirrored<std::int32_t> m_nearest;       // (evicted row): number of the kept row
   Mirrored<float> m_norms;                // (row): of values
-  Mirrored<std::int32_t> m_targets, m_begins, m_entries;  // MergeList
-  Mirrored<float> m_weights;
-  std::vector<float> m_sorted, m_all_weights;
-  std::vector<std::int32_t> m_counts;
-  MergedValues m_merged;
+  std::vector<float> m_sorted;
+  std::vector<MergeEntry> m_entries;
+  MergedRows m_rows;
 };
 
 }  // namespace

@@ -22,6 +22,7 @@ namespace {
 
 constexpr int n_layers = 2;
 constexpr std::int64_t vocabulary = 1024;
+constexpr std::int64_t decode_steps = 128;  // with a cut after each half
 
 struct Case {
   std::string label;
@@ -110,6 +111,7 @@ void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
 struct Cost {
   double seconds = 0, scoring = 0, pruning = 0, peak = 0;
   double allocated_over_live = 0, evict_ratio = 0;
+  double decode_seconds = 0;  // of a step, cuts included
 };
 
 class Bench {
@@ -128,8 +130,14 @@ class Bench {
 
   const Files& files() const { return *m_files; }
 
-  Cost run(const std::string& spec, PruneMoment after, std::int64_t tokens) const {
+  /// `decodes`: generates decode_steps tokens, with cuts.
+  Cost run(const std::string& spec, PruneMoment after, std::int64_t tokens,
+           bool decodes = false) const {
     CacheOptions options;
+    if (decodes) {
+      options.pruning.decode.every = decode_steps / 2;
+      options.pruning.decode.keep = tokens / 2;
+    }
     options.pruning.mode = spec.empty() ? PruneMode::none : PruneMode::prefill;
     options.pruning.moment = after;
     if (!spec.empty()) {
@@ -171,6 +179,14 @@ class Bench {
     cost.pruning = report.prune_seconds;
     cost.allocated_over_live = static_cast<double>(report.allocated_bytes) / report.live_bytes;
     cost.evict_ratio = report.evict_ratio();
+    if (!decodes) return cost;
+    world_barrier();
+    const double begin = now();
+    for (std::int64_t i = 0; i < decode_steps; ++i) {
+      engine->step(
+          StepBatch(sequence, {ids[i]}, engine->rule(StepPart::generated), StepOutput::argmax));
+    }
+    cost.decode_seconds = max_over_ranks(now() - begin) / decode_steps;
     return cost;
   }
 
@@ -208,6 +224,23 @@ void measure(benchmark::State& state, const Bench& bench, const Case& which, std
   state.counters["allocated_over_live"] = pruned.back().allocated_over_live;
   state.counters["evict_ratio"] = pruned.back().evict_ratio;
   state.counters["extra_MB"] = 1e-6 * (median(pruned, peak) - median(dense, peak));
+}
+
+// Decode steps with cuts, and those of the policy without its modifier directly before.
+void measure_decode(benchmark::State& state, const Bench& bench, const std::string& spec,
+                    std::int64_t tokens) {
+  std::vector<double> plain, changed;
+  for (auto _ : state) {
+    for (auto* const seconds : {&plain, &changed}) {
+      const std::string policy = seconds == &plain ? spec.substr(0, spec.find('+')) : spec;
+      seconds->push_back(bench.run(policy, PruneMoment::context, tokens, true).decode_seconds);
+    }
+    state.SetIterationTime(changed.back());
+  }
+  for (auto* const seconds : {&plain, &changed}) std::sort(seconds->begin(), seconds->end());
+  const double median = changed[changed.size() / 2], base = plain[plain.size() / 2];
+  state.counters["plain_us"] = 1e6 * base;
+  state.counters["over_plain"] = median / base;
 }
 
 }  // namespace
@@ -263,6 +296,10 @@ void register_benchmarks(const Options& options) {
     for (const Case& which : cases) {
       add(fmt::format("policies/{}/{}", which.label, tokens), 1, options.quick ? 1 : 3,
           [=](benchmark::State& state) { measure(state, *bench, which, tokens); });
+    }
+    for (const char* spec : {"tova+merge", "tova+cam", "h2o+cam"}) {
+      add(fmt::format("policies/{}/decode/{}", spec, tokens), 1, options.quick ? 1 : 5,
+          [=](benchmark::State& state) { measure_decode(state, *bench, spec, tokens); });
     }
   }
 }

@@ -622,6 +622,10 @@ void validate(const RunOptions& o, bool needs_prompt) {
     engine.kv_type.clear();
   }
   validate(engine, pruning_use(o));
+  require(o.snapshot.empty() || !o.pruning.has_policy() ||
+              !o.pruning.spec().has_modifier(&ModifierInfo::needs_decode_cuts),
+          "--snapshot cannot be combined with --policy …+cam: a snapshot has no place for the "
+          "attention that cam sums while the model generates");
   require(o.new_tokens >= 0 || o.new_tokens == until_end,
           fmt::format("-n is {}; expected 0 or more, or -1 for no limit", o.new_tokens));
   check_sampling(o.sampling, o.sampling_flags);

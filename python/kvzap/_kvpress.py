@@ -60,7 +60,6 @@ REFUSED = {
     "KVgradPress": "it needs gradients: evict by kvzap.kvgrad_scores with a function of your own",
     "FinchPress": "it has to know the question: use kvzap.LLM or the program with the policy finch",
     "ThinKPress": "it prunes dimensions of keys, not pairs",
-    "CAMPress": "it spreads evicted values over kept ones; the nearest one is a decode cut with +merge",
     "ComposedPress": "several presses cut one after another: pass one of them",
     "KVComposePress": "the model reads the context twice: use kvzap.LLM with the policy kvcompose",
     "BlockPress": "pass the press within it; the result is the same",
@@ -114,7 +113,7 @@ def _read(press: Any, settings: dict[str, Any], parameters: Mapping[str, object]
     """Returns the policy's text of a press, and adds the pruning's settings. A setting of None excludes the press'."""
     kind = type(press).__name__  # a class derived from it may score otherwise
     if kind not in {*POLICIES, *MODIFIERS, *REFUSED, "DMSPress", "DecodingPress", "PrefillDecodingPress",
-                    "CompressionRatioDecodingPress", "ExpectedAttentionStatsPress", "LUKVPress"}:
+                    "CompressionRatioDecodingPress", "CAMPress", "ExpectedAttentionStatsPress", "LUKVPress"}:
         raise Error(f"{kind}: kvzap has no policy of this name; write its scores as a function for kvzap.ScorePolicy")
     if kind in REFUSED:
         raise Error(f"{kind}: {REFUSED[kind]}")
@@ -126,19 +125,20 @@ def _read(press: Any, settings: dict[str, Any], parameters: Mapping[str, object]
         settings.update({"threshold": press.threshold, "window": press.sliding_window_size, "evict-ratio": None,
                          "prune": "always" if press.decoding else "prefill"})
         return _read(press.press, settings, parameters)
-    if kind in ("DecodingPress", "CompressionRatioDecodingPress"):
+    if kind in ("DecodingPress", "CompressionRatioDecodingPress", "CAMPress"):
         settings["decode-every"] = press.compression_interval
-        if kind == "DecodingPress":
-            settings["decode-keep"] = press.target_size
-        else:
+        if kind == "CompressionRatioDecodingPress":
             settings["decode-evict-ratio"] = press.target_compression_ratio
+        else:
+            settings["decode-keep"] = press.target_size
         settings.setdefault("evict-ratio", 0)
-        return _read(press.base_press, settings, parameters)
+        modifier = "+cam" + _arguments({"window": press.merge_budget}) if kind == "CAMPress" else ""
+        return _read(press.base_press, settings, parameters, bool(modifier)) + modifier
     if kind == "PrefillDecodingPress":
         texts = [_read(part, settings, parameters) for part in (press.prefilling_press, press.decoding_press) if part]
-        if len(set(texts)) > 1:
+        if len({text.partition("+cam")[0] for text in texts}) > 1:  # cam works in decode alone
             raise Error(f"{kind}: expected one policy for prefill and decode, found {texts[0]} and {texts[1]}")
-        return texts[0]
+        return texts[-1]
     if kind == "LUKVPress":
         if "curve" not in parameters:
             raise Error(f"{kind}: its budgets come from a file; expected from_press(press, curve=FILE)")

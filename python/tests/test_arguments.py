@@ -210,3 +210,25 @@ def test_merging_presses_are_a_modifier():
 
     pruning = kvzap.from_press(MergingPress())
     assert pruning == kvzap.Pruning.parse("knorm+merge:similarity=0.3,fraction=0.75@evict-ratio=0.5")
+
+
+def test_cache_merging_presses_are_a_modifier_of_decode_cuts():
+    class KnormPress:
+        compression_ratio = 0.5
+
+    class CAMPress:
+        base_press = KnormPress()
+        compression_interval = 16
+        target_size = 64
+        merge_budget = 8
+
+    class PrefillDecodingPress:
+        prefilling_press = KnormPress()
+        decoding_press = CAMPress()
+
+    cuts = "@decode-every=16@decode-keep=64"
+    assert kvzap.from_press(CAMPress()) == kvzap.Pruning.parse("knorm+cam:window=8@evict-ratio=0" + cuts)
+    assert kvzap.from_press(PrefillDecodingPress()) == kvzap.Pruning.parse("knorm+cam:window=8@evict-ratio=0.5" + cuts)
+    with pytest.raises(kvzap.PruningError, match="needs decode_every") as failure:
+        kvzap.Pruning.parse("knorm+cam@evict-ratio=0.5")._check()
+    assert failure.value.code == "missing"

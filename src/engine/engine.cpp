@@ -470,6 +470,7 @@ SequenceState Engine::new_state(const std::shared_ptr<const SequencePruning>& pr
   state.policy = pruning->policy->make();
   const PolicyNeeds needs = state.policy->needs();
   if (needs.recent > 0) state.recent = recent_queries(needs.recent, scores_often(*pruning));
+  if (pruning->policy->sums_attention) state.sums.emplace(m_parts->model->partition().n_layers());
   return state;
 }
 

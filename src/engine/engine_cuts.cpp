@@ -82,7 +82,9 @@ void Engine::plan(std::size_t index) {
   const EvictionMethod method = state.plan.method;
   step.budget = &state.plan.budget;
   step.chooses = method == EvictionMethod::append_kept;
-  step.merger = &choice.merger;
+  // append_kept cuts a context, before sums begin.
+  step.merger = choice.sums_attention ? nullptr : &choice.merger;
+  step.sums = state.plan.is_in_decode && state.sums ? &*state.sums : nullptr;
   if (is_held) {
     step.only_watches = !needs.every_step;
     if (step.only_watches && !step.recent) return;
@@ -94,7 +96,7 @@ void Engine::plan(std::size_t index) {
     const bool cuts_answers = state.pruning->pruning.decode.every > 0;
     step.only_watches = !(needs.every_step && (cuts_answers || span.rule.context_follows));
     // Without a cut to come no one asks for their queries.
-    if (step.only_watches && !(step.recent && cuts_answers)) return;
+    if (step.only_watches && !(step.recent && cuts_answers) && !step.sums) return;
   }
   // Cached rows get new scores after the step. With a threshold they keep the score of their own
   // step, by which they are judged once.
@@ -208,9 +210,17 @@ void Engine::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
   };
   const auto remove = [&] {
     state.non_finite = 0;
-    engine::KeptValues values(by_budget ? pruning.policy->merger : MergerMaker());
+    const bool merges = by_budget && (!state.sums || plan.is_in_decode);
+    engine::KeptValues values(merges ? pruning.policy->merger : MergerMaker());
     for (const ScoredLayer& layer : layers) {
-      values.merge(exec, cache, sequence, {layer.layer, layer.heads, layer.keep, {}, {}});
+      engine::CutRows cut = {layer.layer, layer.heads, layer.keep, {}, {}};
+      if (merges && state.sums) {
+        cut.scores = layer.scores;
+        cut.attention = state.sums->sums(exec, layer.layer);
+        cut.steps = state.steps;
+      }
+      values.merge(exec, cache, sequence, cut);
+      if (state.sums) state.sums->evict(exec, layer);
       const std::int64_t stored =
           cache.evict(exec, sequence, layer.layer, layer.keep, plan.empties_ring).non_finite;
       state.non_finite += is_stored ? stored : engine::count_non_finite(exec, layer, end);

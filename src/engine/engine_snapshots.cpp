@@ -128,6 +128,12 @@ std::shared_ptr<const Engine::CacheState> Engine::describe(SequenceId sequence,
     if (state.is_in_parts) {
       throw Error(fmt::format("the last part of the context of sequence {} is missing", sequence));
     }
+    if (state.sums && !state.sums->empty()) {
+      throw Error(fmt::format(
+          "sequence {}: policy {} sums attention while the model generates, for which a snapshot "
+          "has no place; write it after the context, or choose another policy",
+          sequence, pruning.policy->name));
+    }
     if (state.recent && state.recent->lasts()) info.recent_queries = state.recent->to_host();
   });
   communicator().all_reduce_sum(non_finite.data(), non_finite.size());

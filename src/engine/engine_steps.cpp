@@ -6,6 +6,7 @@
 
 namespace kvzap {
 
+using engine::PolicyStep;
 using engine::SequencePruning;
 using engine::SequenceState;
 
@@ -45,7 +46,8 @@ std::vector<StepResult> Engine::step_of_policies(const StepBatch& batch,
     // Policies see all rows of a head.
     try {
       for (const StepBatch::Span& span : m_parts->batch.spans()) {
-        if (span.rule.policy && !span.rule.policy->only_watches) gather_pages(span.sequence);
+        const PolicyStep* const policy = span.rule.policy;
+        if (policy && (!policy->only_watches || policy->sums)) gather_pages(span.sequence);
       }
     } catch (const AgreedOutOfMemory& error) {
       begin_policies_anew();
@@ -206,7 +208,10 @@ void Engine::plan(const StepBatch& batch) {
 
 void Engine::begin_policies_anew() {
   for (const StepBatch::Span& span : m_parts->batch.spans()) {
-    if (SequenceState* const state = planned(span)) state->policy = state->pruning->policy->make();
+    SequenceState* const state = planned(span);
+    if (!state) continue;
+    state->policy = state->pruning->policy->make();
+    if (state->sums) state->sums->cancel(ExecutionSpace(), tokens(span.sequence));
   }
   m_parts->batch.clear();
 }

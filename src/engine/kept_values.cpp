@@ -10,6 +10,21 @@
 #include "cache/row_access.hpp"
 
 namespace kvzap::engine {
+namespace {
+
+// The first `count` numbers of a head. Waits.
+template <class Matrix>
+auto on_host(const ExecutionSpace& exec, const Matrix& from, int head, std::int64_t count) {
+  const Kokkos::View<float*, MemorySpace> row(
+      Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::merge::row"), count);
+  Kokkos::deep_copy(exec, row, Kokkos::subview(from, head, std::make_pair(std::int64_t{0}, count)));
+  auto host = Kokkos::create_mirror_view(row);
+  Kokkos::deep_copy(exec, host, row);
+  base::fence(exec, "kvzap::merge: the host reads numbers of rows");
+  return host;
+}
+
+}  // namespace
 
 void KeptValues::merge(const ExecutionSpace& exec, KVCache& cache, SequenceId sequence,
                        const CutRows& cut) {
@@ -32,18 +47,31 @@ void KeptValues::merge_head(const ExecutionSpace& exec, KVCache& cache, Sequence
   if (kept == 0 || kept == count) return;
 
   const int dim = cache.shape().dim(cut.layer);
-  base::reserve_scratch(m_keys, count * dim, "kvzap::merge::keys");
+  const bool has_attention = cut.attention.size() > 0;
+  const std::int64_t keys_shown = has_attention ? 0 : count;
+  base::reserve_scratch(m_keys, keys_shown * dim, "kvzap::merge::keys");
   base::reserve_scratch(m_values, count * dim, "kvzap::merge::values");
   using Rows = Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>;
-  const Rows keys(m_keys.data(), count, dim), values(m_values.data(), count, dim);
+  const Rows keys(m_keys.data(), keys_shown, dim), values(m_values.data(), count, dim);
   // New rows follow those that the cache has.
   const cache::RowRange range = {head, are_new ? cached : 0, count};
   const RaggedLayer layer = cache.layer(sequence, cut.layer);
-  cache::gather_rows(exec, layer, range, cut.new_keys, false, keys);
+  if (!has_attention) cache::gather_rows(exec, layer, range, cut.new_keys, false, keys);
   cache::gather_rows(exec, layer, range, cut.new_values, true, values);
 
-  const MergedValues& merged =
-      m_merger->merge({exec, cut.layer, cut.heads[head], keys, values, keep.data()});
+  CutHead shown = {exec, cut.layer, cut.heads[head], keys, values, keep.data()};
+  std::vector<std::int64_t> positions;
+  base::HostMirror<Kokkos::View<float*, MemorySpace>> scores, attention;
+  if (has_attention) {
+    positions = cache.positions(sequence, cut.layer, head);
+    scores = on_host(exec, cut.scores, head, count);
+    attention = on_host(exec, cut.attention, head, count);
+    shown.positions = positions.data();
+    shown.scores = scores.data();
+    shown.attention = attention.data();
+    shown.steps = cut.steps;
+  }
+  const MergedValues& merged = m_merger->merge(shown);
   const auto changed = static_cast<std::int64_t>(merged.rows.size());
   if (changed == 0) return;
   if (static_cast<std::int64_t>(m_numbers.extent(0)) < changed) {

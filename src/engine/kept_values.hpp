@@ -20,6 +20,10 @@ struct CutRows {
   /// (row, head, dim): the rows of a step of which append_kept has stored those that stay. Absent:
   /// the rows are the sequence's own, and none has gone yet.
   ConstArrayView new_keys, new_values;
+  /// For mergers that read CutHead::attention. Absent otherwise.
+  Kokkos::View<const float**, Kokkos::LayoutStride, MemorySpace> scores = {};    // (head, row)
+  Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace> attention = {};  // (head, row)
+  std::int64_t steps = 0;                                                        // see CutHead
 };
 
 /// Lets a ValueMerger work on the heads of a layer, one after the other: gathers their rows as

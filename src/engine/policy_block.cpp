@@ -20,6 +20,10 @@ void PolicyBlock::reserve(Step& step, const linalg::Vector& frequencies) {
     PolicyStep* const policy = span.rule.policy;
     m_steps.push_back(policy);
     m_needs.push_back(policy ? policy->policy->needs() : PolicyNeeds());
+    if (policy && policy->sums) {
+      m_needs.back().log_sum_exp = true;
+      reserve_sums(step, span);
+    }
     m_needs_log_sums = m_needs_log_sums || m_needs.back().log_sum_exp;
     m_layers.emplace_back();
     if (!policy) continue;
@@ -68,6 +72,17 @@ void PolicyBlock::reserve_scores(Step& step, const StepBatch::Span& span) {
     base::reserve_scratch(m_scratch.scores, largest, "kvzap::policy::scores");
   }
   if (policy.chooses) base::reserve_scratch(m_scratch.keep, largest, "kvzap::policy::keep");
+}
+
+void PolicyBlock::reserve_sums(Step& step, const StepBatch::Span& span) {
+  const KVCache& cache = step.cache;
+  for (int l = 0; l < static_cast<int>(cache.shape().heads.size()); ++l) {
+    if (!step.is_pruned(l)) continue;
+    const int heads = cache.shape().heads[l];
+    std::int64_t most = 0;
+    for (int h = 0; h < heads; ++h) most = std::max(most, cache.rows(span.sequence, l, h));
+    span.rule.policy->sums->reserve(step.exec, l, heads, most + span.count);
+  }
 }
 
 void PolicyBlock::end() {
@@ -140,6 +155,9 @@ void PolicyBlock::observe(Step& step, int layer, const RowRange& rows, const Mat
     if (m_needs[s].log_sum_exp) block.log_sum_exp = Kokkos::subview(lse, own, Kokkos::ALL);
     if (policy->recent) {
       step.locally([&] { policy->recent->take(step.exec, layer, block); });
+    }
+    if (policy->sums) {
+      step.locally([&] { policy->sums->add(*m_layers[s], block); });
     }
     if (m_needs[s].blocks && !policy->only_watches) {
       step.by_policy([&] { policy->policy->observe(*m_layers[s], block); });

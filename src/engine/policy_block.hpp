@@ -55,6 +55,7 @@ class PolicyBlock {
 
  private:
   void reserve_scores(Step& step, const StepBatch::Span& span);
+  void reserve_sums(Step& step, const StepBatch::Span& span);
   void score(Step& step, int layer, std::size_t s, const linalg::Matrix& scores);
   void choose(Step& step, int layer, std::size_t s, const linalg::Matrix& scores);
 

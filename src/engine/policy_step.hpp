@@ -7,6 +7,8 @@
 #include <kvzap/engine/value_merger.hpp>
 #include <vector>
 
+#include "engine/attention_sums.hpp"
+
 namespace kvzap::engine {
 
 /// Queries of the newest tokens of one sequence. Stored for all layers from step to step, or, if no
@@ -83,6 +85,8 @@ struct PolicyStep {
   std::int64_t repeats_begin = 0, repeats_end = 0;
   /// Storage for the queries of the newest tokens; null if the policy needs none.
   RecentQueries* recent = nullptr;
+  /// Sums to which the attention of the step's last token is added; null: none.
+  AttentionSums* sums = nullptr;
   /// Keep `scores` of all layers, for the choice after the step.
   bool keeps_scores = false;
 

@@ -45,6 +45,7 @@ EvictionPlan plan_choice(const SequencePruning& pruning, const EvictionMoment& m
     return plan;
   }
   if (!is_context(moment.part)) {
+    plan.is_in_decode = pruning.pruning.decode.every > 0;
     plan.budget = decode_budget(choice.budget, pruning.pruning.decode);
     if (is_due(pruning.pruning.decode, moment)) plan.method = EvictionMethod::evict_by_flags;
     return plan;

@@ -55,6 +55,8 @@ struct EvictionPlan {
   Budget budget;
   /// evict_by_flags leaves no row in a ring.
   bool empties_ring = false;
+  /// The step follows the context, and cuts may be due.
+  bool is_in_decode = false;
 };
 
 /// Decides how rows leave the cache: the only place that chooses between KVCache's functions.

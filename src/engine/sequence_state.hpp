@@ -17,6 +17,7 @@ struct SequenceState {
   std::shared_ptr<const SequencePruning> pruning;
   std::unique_ptr<Policy> policy;
   std::optional<RecentQueries> recent;
+  std::optional<AttentionSums> sums;
   /// Steps since the context or the last cut; without cuts of answers those without scores.
   std::int64_t steps = 0;
   std::int64_t removed_tokens = 0;  // evicted before positions were renumbered
@@ -31,6 +32,7 @@ struct SequenceState {
   /// steps.
   SequenceState copy(SequenceState into) const {
     if (recent) into.recent = recent->clone();
+    if (sums) into.sums = sums->clone();
     into.steps = steps;
     into.removed_tokens = removed_tokens;
     into.non_finite = non_finite;

@@ -90,7 +90,7 @@ void take_largest(const ExecutionSpace& exec, const linalg::Matrix& products, st
 struct MergeParameters : PolicyParameters {
   double similarity =
       number("similarity", 0, {0, 1}, "cosine of two keys below which no value is taken up");
-  double fraction = number("fraction", 1, {0, 1},
+  double fraction = number("fraction", 1, {1e-6, 1},
                            "share of a head's evicted rows, the most similar ones, whose values "
                            "are taken up");
 };
@@ -242,7 +242,6 @@ ModifierInfo merge() {
           "merge takes up the rows that a cut evicts; give an evict ratio, a number of tokens or a "
           "size instead of a threshold, which judges rows one by one");
     }
-    if (p.fraction == 0) throw Error("merge:fraction is 0; expected more than 0");
     if (setup.config.row_vectors() == 1) {
       throw Error(
           "merge has no meaning here: with latent attention a row has no value beside its key");

@@ -55,10 +55,11 @@ struct Case {
   // For the rules of a policy.
   const PolicyInfo* info = nullptr;
   bool has_modifiers = false;
-  bool has_budget = false;     // a budget chooses rows
-  bool has_threshold = false;  // a threshold does
-  std::string why_once;        // PolicyChoice::why_once
-  bool marks_scores = false;   // PolicyChoice::scores_are_marked
+  bool needs_decode_cuts = false;  // a modifier does
+  bool has_budget = false;         // a budget chooses rows
+  bool has_threshold = false;      // a threshold does
+  std::string why_once;            // PolicyChoice::why_once
+  bool marks_scores = false;       // PolicyChoice::scores_are_marked
 };
 
 /// The text names the rule's fields by their places, {0}, and other fields by their names,
@@ -291,6 +292,9 @@ Rules abilities(const Case& c) {
            {F::prune_after, F::threshold},
            "{0} question needs a budget, one of {budgets and}: {own} judges each pair by itself, "
            "whatever the question"),
+      Rule(c.needs_decode_cuts && !cuts, Code::missing, {F::decode_every, F::policy},
+           "{own} with cam needs {0} N: cam takes up rows that cuts evict while the model "
+           "generates"),
       Rule(cuts && !info.scores_again, Code::conflict, {F::decode_every, F::policy},
            "{0} cannot be combined with {own}, which cannot score again while the model generates"),
       Rule(cuts && info.has_own_budget, Code::conflict, {F::decode_every, F::policy},
@@ -390,6 +394,7 @@ std::optional<PruningFault> ability_fault(const Case& c) {
 std::optional<PruningFault> policy_fault(Case c, const PolicySpec& spec) {
   c.info = spec.info;
   c.has_modifiers = !spec.modifiers.empty();
+  c.needs_decode_cuts = spec.has_modifier(&ModifierInfo::needs_decode_cuts);
   // An evict ratio that is converted to a threshold by a table is no budget.
   const bool looks_up = c.p.looks_up_threshold();
   c.has_budget = c.p.has_budget(spec);
@@ -456,6 +461,7 @@ std::optional<PruningFault> find_fault(const LoadedPruning& pruning, bool has_sc
   if (fault || !c.info) return fault;
   c.why_once = pruning.policy->why_once;
   c.marks_scores = pruning.policy->scores_are_marked;
+  c.needs_decode_cuts = pruning.policy->sums_attention;
   return ability_fault(c);
 }
 

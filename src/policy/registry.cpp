@@ -69,7 +69,7 @@ const std::vector<ModifierInfo>& modifiers() {
       policy::dms(),      policy::per_layer(), policy::per_head(), policy::pyramid(),  //
       policy::ada(),      policy::global(),                                            //
       policy::critical(), policy::chunk(),     policy::chunkkv(),                      //
-      policy::kvcrush(),  policy::merge(),     policy::rerotate(),
+      policy::kvcrush(),  policy::merge(),     policy::cam(),      policy::rerotate(),
   };
   return all;
 }

@@ -52,6 +52,7 @@ ModifierInfo chunkkv();
 ModifierInfo dms();
 ModifierInfo kvcrush();
 ModifierInfo merge();
+ModifierInfo cam();
 ModifierInfo rerotate();
 
 }  // namespace kvzap::policy

@@ -21,7 +21,7 @@ POLICIES = {
     "snapkv", "tova", "h2o", "scissorhands", "pyramidkv", "expected-attention", "non-causal", "simlayerkv",
     "finch", "kvzap", "fastkvzip", "trim-kv", "duo-attention",
 }
-MODIFIERS = {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk", "chunkkv", "kvcrush", "dms", "merge", "rerotate"}
+MODIFIERS = {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk", "chunkkv", "kvcrush", "dms", "merge", "cam", "rerotate"}
 
 
 def policies(*arguments, **options):
@@ -513,6 +513,18 @@ class Dump(TestCase):
         outcomes = []
         for ranks in (0, 2):
             _, tensors = self.dump(*flags, "knorm+merge:similarity=0.1,fraction=0.9", ranks=ranks)
+            self.assertEqual(tensors["evicted_after_prefill"], plain["evicted_after_prefill"])
+            self.assertNotEqual(tensors["logits"], plain["logits"])
+            outcomes.append(tensors["generated"])
+        self.assertEqual(*outcomes)
+
+    def test_cache_merging(self):
+        flags = [*ASK, "--dtype", "f32", "-n", "24", "--evict-ratio", "0", "--decode-every", "4", "--decode-keep", "40",
+                 "--policy"]
+        _, plain = self.dump(*flags, "tova")
+        outcomes = []
+        for ranks in (0, 2):
+            _, tensors = self.dump(*flags, "tova+cam:window=8", ranks=ranks)
             self.assertEqual(tensors["evicted_after_prefill"], plain["evicted_after_prefill"])
             self.assertNotEqual(tensors["logits"], plain["logits"])
             outcomes.append(tensors["generated"])

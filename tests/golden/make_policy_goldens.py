@@ -27,6 +27,7 @@ import contextlib
 import json
 import logging
 import pathlib
+import sys
 from unittest import mock
 
 import numpy
@@ -39,6 +40,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from kvpress import (
     AdaKVPress,
+    CAMPress,
     ChunkKVPress,
     ChunkPress,
     CompactorPress,
@@ -328,6 +330,7 @@ def run(model, context, question, max_new_tokens, run, noise=None):
         run["scorer"].score = watched(run["scorer"].score, scores, run["protected"], noise)
     if decoding is not None:
         base = decoding.base_press
+        decoding.rows = rows  # for DrawnCAMPress
         base.score = watched(base.score, None, run["protected"], noise)
     if isinstance(press, CriticalAdaKVPress):  # its own scores are no one's to see
         press.press.score = watched(press.press.score, None, run["protected"], noise)
@@ -504,6 +507,37 @@ class RotatedDecodingPress(DecodingPress):
         positions = torch.arange(last + 1 - hidden_states.shape[1], last + 1).unsqueeze(0)
         kwargs = dict(kwargs, position_embeddings=module.rotary_emb(hidden_states, positions))
         return super().compress(module, hidden_states, keys, values, attentions, kwargs)
+
+
+def mixed(x):
+    """The finalizer of SplitMix64."""
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+    return x ^ (x >> 31)
+
+
+class DrawnCAMPress(CAMPress):
+    """CAMPress with the draws of +cam in place of torch's."""
+
+    rows = None  # of this run
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        layer = module.layer_idx
+
+        def bernoulli(probabilities):  # (1, head, candidate)
+            candidates = sys._getframe(1).f_locals["merge_indices"][0]
+            draws = torch.zeros_like(probabilities)
+            for head in range(draws.shape[1]):
+                stream = mixed(mixed(mixed(mixed(0) + 1) ^ layer) ^ head)
+                for i, position in enumerate(self.rows.rows[layer][head, candidates].tolist()):
+                    draws[0, head, i] = (mixed(stream ^ position) >> 40) / 2**24
+            assert (draws - probabilities).abs().min() > 1e-5, "rounding may decide a draw"
+            return (draws < probabilities).float()
+
+        with mock.patch.object(torch, "bernoulli", bernoulli):
+            return super().compress(module, hidden_states, keys, values, attentions, kwargs)
 
 
 def simple_runs(model, name, files):
@@ -803,8 +837,10 @@ def all_runs(model, name, files, context, question, n_case):
             add(policy, lambda r, make=in_parts: (make(r)[0], None), (0, len(question)), ratio, **more)
 
     # While generating. kvpress counts the question's step as the first of an interval.
-    def decode(policy, make, every=8, keep=None, ratio=None, before=0, protected=(0, 0)):
+    def decode(policy, make, every=8, keep=None, ratio=None, before=0, protected=(0, 0), cam=None):
         def make_decoding():
+            if cam is not None:
+                return DrawnCAMPress(make(0), compression_interval=every, target_size=keep, merge_budget=cam)
             if keep is None:
                 return CompressionRatioDecodingPress(
                     make(0), compression_interval=every, target_compression_ratio=ratio
@@ -825,6 +861,10 @@ def all_runs(model, name, files, context, question, n_case):
     decode("tova", TOVAPress, keep=100, protected=(0, 1))
     decode("snapkv:window=1", lambda r: SnapKVPress(r, 1), keep=100, protected=(0, 1))
     decode("snapkv:window=6", lambda r: SnapKVPress(r, 6), keep=100, protected=(0, 6))
+    # Policies whose scores are the same in all heads.
+    decode("tova+cam", TOVAPress, keep=100, protected=(0, 1), cam=32)
+    decode("tova+cam:window=4", TOVAPress, every=3, keep=60, before=0.3, protected=(0, 1), cam=4)
+    decode("streaming-llm+cam:window=8", StreamingLLMPress, every=5, keep=60, cam=8)
     return runs
 
 
@@ -882,8 +922,8 @@ def kvpress_text(run):
             elif isinstance(value, (int, float, str, bool, list)) and value != field.default:
                 fields.append(f"{key}={value}")
         name = type(press).__name__
-        if isinstance(press, RotatedDecodingPress):
-            name = "DecodingPress"
+        if isinstance(press, (RotatedDecodingPress, DrawnCAMPress)):
+            name = type(press).__bases__[0].__name__
         return f"{name}({', '.join(fields)})"
 
     presses = [text(run[key]) for key in ("press", "decoding_press") if run.get(key) is not None]

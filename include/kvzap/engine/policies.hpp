@@ -166,8 +166,11 @@ struct PolicyChoice {
   double threshold = 0;
   /// Renumber positions without gaps after the context is pruned, and rotate keys to them.
   bool rerotate = false;
-  /// What rows that stay take up of those that a cut evicts (merge). Empty: nothing.
+  /// What rows that stay take up of those that a cut evicts (merge, cam). Empty: nothing.
   MergerMaker merger;
+  /// `merger` works in cuts after the context alone, by the attention that rows have received in
+  /// the steps before: CutHead::attention.
+  bool sums_attention = false;
   /// For policies that judge new tokens from hidden states alone, in one call for all sequences of
   /// a step (kvzap): the decoder's fast path with a threshold.
   std::shared_ptr<Scorer> scorer;
@@ -199,6 +202,8 @@ struct ModifierInfo {
   bool pools_layers = false;
   /// Makes a budget that no other modifier can change. parse_policy refuses others beside it.
   bool is_alone = false;
+  /// Works in cuts after the context alone (Pruning::decode).
+  bool needs_decode_cuts = false;
   /// Keeps the budget's shape that belongs to the policy (PolicyInfo::shape).
   bool keeps_shape = false;
   /// Changes the choice, whose policy exists already (and whose budget has its amount). Throws

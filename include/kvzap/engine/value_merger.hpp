@@ -16,12 +16,20 @@ struct CutHead {
   ExecutionSpace exec;
   int layer = 0;
   int head = 0;  // index in the model
-  Rows keys;     // (row, head_dim), after RoPE at their own positions
-  Rows values;   // (row, head_dim), padded with zeros behind the values' dimensions
+  /// (row, head_dim), after RoPE at their own positions. Empty with PolicyChoice::sums_attention.
+  Rows keys;
+  Rows values;  // (row, head_dim), padded with zeros behind the values' dimensions
   /// (row), on the host: 1 where the row stays.
   const std::uint8_t* keep = nullptr;
+  // With PolicyChoice::sums_attention, on the host. Null otherwise.
+  const std::int64_t* positions = nullptr;  // (row)
+  const float* scores = nullptr;            // (row): by which the budget has chosen
+  /// (row): the sum over the steps after the context of the probabilities that the last token of
+  /// the step gives the row, summed over the query heads of the group.
+  const float* attention = nullptr;
+  std::int64_t steps = 0;  // since the context or the last cut
 
-  std::int64_t rows() const { return static_cast<std::int64_t>(keys.extent(0)); }
+  std::int64_t rows() const { return static_cast<std::int64_t>(values.extent(0)); }
 };
 
 /// The new values of some of the rows that stay.

@@ -188,6 +188,11 @@ std::vector<Case> cases() {
                  p.decode.every = 4;
                  p.decode.keep = 9;
                })},
+      {Code::missing,
+       {Field::decode_every, Field::policy},
+       "policy tova with cam needs decode_every N: cam takes up rows that cuts evict while the "
+       "model generates",
+       Pruning::parse("tova+cam@evict-ratio=0.5")},
       {Code::conflict,
        {Field::prune, Field::policy},
        "prune always cannot be combined with policy tova, which cannot judge new tokens one by "
@@ -247,7 +252,8 @@ TEST(Pruning, LetsGoodOnesPass) {
   for (const char* text :
        {"none", "snapkv@evict-ratio=0.5", "snapkv@evict-ratio=0.5@prune-after=question",
         "knorm@keep-tokens=100@decode-every=16@decode-keep=64", "knorm@threshold=-1",
-        "streaming-llm@kv-budget=1MiB", "knorm+ada@evict-ratio=0.9@prefill=sparse"}) {
+        "knorm+cam@evict-ratio=0@decode-every=16@decode-keep=64", "streaming-llm@kv-budget=1MiB",
+        "knorm+ada@evict-ratio=0.9@prefill=sparse"}) {
     EXPECT_FALSE(find_fault(Pruning::parse(text))) << find_fault(Pruning::parse(text))->text;
   }
   EXPECT_FALSE(find_fault(kvzap_pruning().threshold(-4)));

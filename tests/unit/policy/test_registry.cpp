@@ -38,7 +38,7 @@ TEST(PolicyList, HasAllNamesOnce) {
   EXPECT_EQ(found, test::policy_names());
   std::set<std::string> names(found.begin(), found.end());
   for (const ModifierInfo& info : modifiers()) EXPECT_TRUE(names.insert(info.name).second);
-  EXPECT_EQ(names.size(), 42u);
+  EXPECT_EQ(names.size(), 43u);
 }
 
 void check_parameters(const std::string& name, const std::vector<PolicyParameter>& parameters) {
@@ -370,6 +370,9 @@ TEST_F(MakePolicy, ModifiersSetTheBudget) {
   EXPECT_TRUE(make("knorm+rerotate", half()).rerotate);
   EXPECT_FALSE(make("knorm+ada", half()).merger);
   EXPECT_TRUE(make("knorm+merge:similarity=1,fraction=0.1", half()).merger);
+  EXPECT_FALSE(make("knorm+merge", half()).sums_attention);
+  EXPECT_TRUE(make("knorm+cam:window=1,seed=2", half()).merger);
+  EXPECT_TRUE(make("knorm+cam", half()).sums_attention);
   const Budget pyramid = make("knorm+pyramid:window=3,beta=4", half()).budget;
   EXPECT_TRUE(pyramid.pyramid);
   EXPECT_EQ(pyramid.pyramid_window, 3);
@@ -382,7 +385,8 @@ TEST_F(MakePolicy, PyramidkvFallsWithDepthUnlessWrapped) {
   EXPECT_EQ(alone.pyramid_window, 16);
   EXPECT_EQ(alone.pyramid_beta, 5);
   // kvpress' presses around PyramidKVPress take its scores alone.
-  for (const char* modifier : {"ada", "critical", "rerotate", "global", "chunkkv", "merge"}) {
+  for (const char* modifier :
+       {"ada", "critical", "rerotate", "global", "chunkkv", "merge", "cam"}) {
     EXPECT_FALSE(make(std::string("pyramidkv+") + modifier, half()).budget.pyramid) << modifier;
   }
   EXPECT_TRUE(make("pyramidkv+ada+pyramid", half()).budget.pyramid);
@@ -415,7 +419,7 @@ TEST_F(MakePolicy, AmountsThatAreMissingOrTooMany) {
 
 TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   for (const char* modifier : {"ada", "global", "pyramid", "critical", "chunk", "chunkkv",
-                               "kvcrush", "merge", "rerotate"}) {
+                               "kvcrush", "merge", "cam", "rerotate"}) {
     refuse(std::string("knorm+") + modifier, {}, 1, {modifier, "threshold"});
   }
   const Budget budget = half();
@@ -439,22 +443,44 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   refuse("knorm+rerotate+ada", budget, {}, {"rerotate has no meaning", "one length"});
   refuse("knorm+rerotate+pyramid", budget, {}, {"rerotate has no meaning", "one length"});
   refuse("knorm+rerotate+chunkkv", budget, {}, {"rerotate has no meaning", "chunkkv"});
-  refuse("knorm+merge:fraction=0", budget, {}, {"merge:fraction is 0; expected more than 0"});
+  refuse("knorm+merge:fraction=0", budget, {}, {"fraction is \"0\"", "from 1e-06 to 1"});
   refuse("knorm+merge:fraction=1.5", budget, {}, {"fraction", "1.5"});
   refuse("knorm+merge:similarity=-0.1", budget, {}, {"similarity", "-0.1"});
   refuse("knorm+merge:similarty=0", budget, {}, {"similarty", "similarity"});
   refuse("knorm+merge", {}, 0.5, {"merge takes up the rows that a cut evicts"});
+  refuse("knorm+cam:window=0", budget, {}, {"window", "0"});
+  refuse("knorm+cam:seed=-1", budget, {}, {"seed", "-1"});
+  refuse("knorm+cam", {}, 0.5, {"cam takes up rows that cuts of a budget evict"});
+  refuse("knorm+cam+merge", budget, {}, {"cam and merge both change the values of kept rows"});
 }
 
 TEST_F(MakePolicy, CombinationsWithMeaning) {
-  for (const char* text :
-       {"knorm+ada+pyramid",       "knorm+critical",          "knorm+critical+ada",
-        "knorm+critical+global",   "knorm+critical+pyramid",  "knorm+critical+chunk",
-        "knorm+critical+rerotate", "snapkv+kvcrush",          "knorm+kvcrush+critical",
-        "knorm+kvcrush+pyramid",   "snapkv+kvcrush+rerotate", "knorm+chunk+rerotate",
-        "knorm+chunk+pyramid",     "knorm+chunkkv+pyramid",   "knorm+merge",
-        "snapkv+merge+ada",        "keydiff+merge+global",    "knorm+chunkkv+merge",
-        "knorm+merge+rerotate",    "knorm+critical+merge"}) {
+  for (const char* text : {"knorm+ada+pyramid",
+                           "knorm+critical",
+                           "knorm+critical+ada",
+                           "knorm+critical+global",
+                           "knorm+critical+pyramid",
+                           "knorm+critical+chunk",
+                           "knorm+critical+rerotate",
+                           "snapkv+kvcrush",
+                           "knorm+kvcrush+critical",
+                           "knorm+kvcrush+pyramid",
+                           "snapkv+kvcrush+rerotate",
+                           "knorm+chunk+rerotate",
+                           "knorm+chunk+pyramid",
+                           "knorm+chunkkv+pyramid",
+                           "knorm+merge",
+                           "snapkv+merge+ada",
+                           "keydiff+merge+global",
+                           "knorm+chunkkv+merge",
+                           "knorm+merge+rerotate",
+                           "knorm+critical+merge",
+                           "knorm+cam",
+                           "h2o+cam",
+                           "snapkv+cam+ada",
+                           "knorm+cam+global+critical",
+                           "knorm+chunkkv+cam",
+                           "knorm+cam+rerotate"}) {
     EXPECT_TRUE(make(text, half()).make) << text;
   }
   for (const char* modifier : {"ada", "critical", "chunk", "chunkkv"}) {

@@ -505,7 +505,7 @@ void declare_conversation(CLI::App& app, RunOptions& o, const std::vector<std::s
          "--prune-after", o.pruning_texts.prune_after,
          "apply a budget after the context, or after context and question together: then "
          "the question decides which rows stay. Until then the cache is full (with finch and "
-         "--prefill sparse it never is)")
+         "--prefill sparse it has the kept rows and a chunk)")
       ->capture_default_str()
       ->check(CLI::IsMember(moments))
       ->group(pruning);

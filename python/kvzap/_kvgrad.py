@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WATCHED = "kvzap-watched"  # of attn_implementation
-_END = "\n########"  # marks the end of a message within a chat template's text
+_MESSAGE = "kvzap########"  # stands for a message in a chat template's text
 _now = threading.local()  # what attention shows of the forward that runs on this thread
 
 
@@ -48,10 +48,12 @@ def _chat_words(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The ids that a chat template has before a user's message, and those behind it."""
     prefix, suffix = "", "\n"
     if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "text" + _END}], add_generation_prompt=True,
+        text = tokenizer.apply_chat_template([{"role": "user", "content": _MESSAGE}], add_generation_prompt=True,
                                              tokenize=False, enable_thinking=False)
-        before, suffix = text.split(_END)
-        prefix = before.split("text")[0]
+        parts = text.split(_MESSAGE)
+        if len(parts) != 2:
+            raise Error(f"kvgrad_scores: expected a chat template that shows a message once, found {len(parts) - 1} times")
+        prefix, suffix = parts
     return tuple(tokenizer.encode(words, add_special_tokens=False) for words in (prefix, suffix))
 
 
@@ -149,7 +151,7 @@ def kvgrad_scores(model: Any, tokenizer: Any, context: Sequence[int], *, chunk_s
 
     model: a model of transformers in evaluation mode, whose attention has no windows, soft caps or sinks
     tokenizer: its chat template separates the words around a message, which are not repeated
-    context: ids, with the chat template's words before the message
+    context: ids (tokens) or (1, tokens), with the chat template's words before the message, whose pairs have score 0
     chunk_size: tokens that the model repeats at a time, at least 1
     sink: first tokens, whose pairs get the largest score + 1
     Returns (layers, KV heads, tokens). Evict by them with a function of your own (`kvzap.add_policy`).
@@ -159,15 +161,21 @@ def kvgrad_scores(model: Any, tokenizer: Any, context: Sequence[int], *, chunk_s
         raise Error("kvgrad_scores: expected a model in evaluation mode (model.eval())")
     if chunk_size < 1 or sink < 0:
         raise ValueError(f"kvgrad_scores: chunk_size is {chunk_size} and sink {sink}; expected at least 1 and 0")
-    context = [int(token) for token in context]
+    given = torch.as_tensor(context)
+    if given.dim() not in (1, 2) or given.numel() != given.shape[-1] or (len(given) and given.is_floating_point()):
+        raise ValueError(f"kvgrad_scores: the context has shape {tuple(given.shape)} and type {given.dtype}; expected ids of one text")
+    context = given.flatten().tolist()
     prefix, suffix = _chat_words(tokenizer)
     if len(context) <= len(prefix):
         raise ValueError(f"kvgrad_scores: there is nothing to repeat: the context has {len(context)} tokens, of which the "
                          f"first {len(prefix)} are the chat template's")
+    if context[:len(prefix)] != prefix:
+        raise ValueError(f"kvgrad_scores: the context begins with {context[:len(prefix)]}; expected the chat template's words before "
+                         f"a message, {prefix}")
     first, later = (tokenizer.encode(f"\n\nRepeat the {words}", add_special_tokens=False) for words in
                     ("previous context exactly.", "part of the previous context exactly, starting with"))
     replay = _Replay(model)
-    with _frozen(model):
+    with torch.inference_mode(False), _frozen(model):
         pairs = replay.read(context)
         result = torch.zeros(len(pairs), pairs[0][0].shape[1], len(context))
         for begin in range(len(prefix), len(context), chunk_size):

@@ -372,6 +372,11 @@ class Llm {
     }
     return in_engine([&] {
       Session& base = **m_base;
+      if (base.generator().engine().options().pruning.moment == PruneMoment::question) {
+        throw Error(
+            "generate: prune-after question prunes a context with each question, one after the "
+            "other: use session(), read and ask");
+      }
       Session batch = base.another();
       const Communicator& comm = batch.generator().engine().communicator();
       auto count = static_cast<std::int64_t>(texts.size());

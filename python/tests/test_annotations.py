@@ -41,5 +41,5 @@ def test_functions_are_annotated():
 def test_stubs_name_what_the_module_has():
     assert (FOLDER / "py.typed").exists()
     for name in kvzap.__all__:
-        if name not in ("Cache", "train_end_to_end"):  # these import torch
+        if name not in ("Cache", "kvgrad_scores", "train_end_to_end"):  # these import torch
             assert getattr(kvzap, name).__doc__, name

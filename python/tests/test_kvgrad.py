@@ -39,6 +39,14 @@ def test_scores_are_those_of_kvpress(scored):
     assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
 
 
+def test_inference_mode_and_tensors(scored):
+    name, model, context, scores = scored
+    _, tokenizer, _ = loaded(name)
+    with torch.inference_mode():
+        again = kvzap.kvgrad_scores(model, tokenizer, torch.tensor([context]), chunk_size=CHUNK)
+    np.testing.assert_array_equal(again, scores)
+
+
 def test_a_cache_is_pruned_by_them(scored):
     _, model, context, scores = scored
     kvzap.add_policy(lambda layer, head: scores[layer.layer, head, layer.positions(head)], "kvgrad")
@@ -65,11 +73,16 @@ def test_bad_input(monkeypatch):
         kvzap.kvgrad_scores(model, tokenizer, context, chunk_size=0)
     with pytest.raises(ValueError, match="nothing to repeat: the context has 0 tokens"):
         kvzap.kvgrad_scores(model, tokenizer, [])
+    with pytest.raises(ValueError, match="the context begins with"):
+        kvzap.kvgrad_scores(model, tokenizer, [5] * 64)
+    with pytest.raises(ValueError, match=r"shape \(2, 8\)"):
+        kvzap.kvgrad_scores(model, tokenizer, [[1] * 8] * 2)
     with pytest.raises(kvzap.Error, match="evaluation mode"):
         kvzap.kvgrad_scores(model.train(), tokenizer, context)
     folder = next((GOLDEN / "families").glob("mistral_window*"))
     windowed = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: [1, 2])  # the model has 256 tokens
+    tokenizer.chat_template = None
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: [1, 2] * bool(text))  # the model has 256 tokens
     with pytest.raises(kvzap.Error, match="without windows"):
         kvzap.kvgrad_scores(windowed, tokenizer, [3] * 64)
     assert windowed.config._attn_implementation != "kvzap-watched"

@@ -59,6 +59,8 @@ def test_every_policy_text_is_a_pruning(golden):
         chat = kvzap.LLM(MODEL, text).session().read(golden["context"])
         chat.ask(golden["question"], max_new_tokens=4)
         assert 0.1 < chat.report.evict_ratio < 0.6, text
+    with pytest.raises(kvzap.Error, match="generate: prune-after question .* use session"):
+        kvzap.LLM(MODEL, text).generate([(golden["context"], golden["question"])], max_new_tokens=4)
 
 
 def test_long_answers_stay_within_the_budget(golden):

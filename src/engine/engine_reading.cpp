@@ -56,7 +56,9 @@ StepResult Engine::run_with_question(SequenceId sequence, const std::vector<Toke
   if (pruning.prefill == PrefillMode::sparse && asked > 0) {
     for (; tokens - begin > pruning.chunk; begin += pruning.chunk) {
       run(begin, begin + pruning.chunk, StepRule(), StepOutput::none, {});
-      cut_by_question(sequence, question);
+      cut_by_question(sequence, question, [&](std::string_view what, std::int64_t, std::int64_t) {
+        if (progress) progress(what, begin + pruning.chunk, tokens + asked);
+      });
     }
   }
   StepResult result = run(begin, tokens, rule(sequence, StepPart::whole, asked), output, draws);
@@ -64,7 +66,8 @@ StepResult Engine::run_with_question(SequenceId sequence, const std::vector<Toke
   return result;
 }
 
-void Engine::cut_by_question(SequenceId sequence, const std::vector<TokenId>& question) {
+void Engine::cut_by_question(SequenceId sequence, const std::vector<TokenId>& question,
+                             const ProgressCallback& progress) {
   gather_pages(sequence);
   SequenceState& state = m_parts->states.at(sequence);
   auto& cache = m_parts->decoder.cache();
@@ -82,7 +85,7 @@ void Engine::cut_by_question(SequenceId sequence, const std::vector<TokenId>& qu
   step.keeps_scores = true;
   StepBatch batch(sequence, question, StepRule(), StepOutput::none);
   batch.set_policy(0, &step);
-  m_parts->decoder.step(batch, {});
+  m_parts->decoder.step(batch, progress);
   cache.restore(sequence, before);
   const base::Stopwatch watch(m_parts->evict_seconds);
   agree_on_memory(communicator(), [&] { set_row_scores(sequence, step.scores); });

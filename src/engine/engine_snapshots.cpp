@@ -130,9 +130,9 @@ std::shared_ptr<const Engine::CacheState> Engine::describe(SequenceId sequence,
     }
     if (state.sums && !state.sums->empty()) {
       throw Error(fmt::format(
-          "sequence {}: policy {} sums attention while the model generates, for which a snapshot "
-          "has no place; write it after the context, or choose another policy",
-          sequence, pruning.policy->name));
+          "policy {} sums the attention of answers, for which a snapshot has no place: write it "
+          "before the first question, or choose another policy",
+          pruning.policy->name));
     }
     if (state.recent && state.recent->lasts()) info.recent_queries = state.recent->to_host();
   });

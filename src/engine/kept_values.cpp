@@ -15,6 +15,7 @@ namespace {
 // The first `count` numbers of a head. Waits.
 template <class Matrix>
 auto on_host(const ExecutionSpace& exec, const Matrix& from, int head, std::int64_t count) {
+  base::before_allocation(static_cast<std::size_t>(count) * sizeof(float));
   const Kokkos::View<float*, MemorySpace> row(
       Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::merge::row"), count);
   Kokkos::deep_copy(exec, row, Kokkos::subview(from, head, std::make_pair(std::int64_t{0}, count)));

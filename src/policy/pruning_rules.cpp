@@ -292,9 +292,19 @@ Rules abilities(const Case& c) {
            {F::prune_after, F::threshold},
            "{0} question needs a budget, one of {budgets and}: {own} judges each pair by itself, "
            "whatever the question"),
+      Rule(c.needs_decode_cuts && !info.scores_again, Code::conflict, {F::policy},
+           "{own} cannot have cam, which takes up rows of cuts while the model generates: the "
+           "policy "
+           "cannot score again then"),
+      Rule(c.needs_decode_cuts && c.has_threshold, Code::conflict, {F::threshold, F::policy},
+           "{own} with cam needs a budget, one of {budgets and}, instead of {0}"),
       Rule(c.needs_decode_cuts && !cuts, Code::missing, {F::decode_every, F::policy},
            "{own} with cam needs {0} N: cam takes up rows that cuts evict while the model "
            "generates"),
+      Rule(c.p.prefill != PrefillMode::dense && info.needs_question && c.marks_scores,
+           Code::conflict, {F::prefill, F::policy},
+           "{0} sparse of {own} cannot be combined with critical: its first stage would count the "
+           "question's rows, which leave after each chunk"),
       Rule(cuts && !info.scores_again, Code::conflict, {F::decode_every, F::policy},
            "{0} cannot be combined with {own}, which cannot score again while the model generates"),
       Rule(cuts && info.has_own_budget, Code::conflict, {F::decode_every, F::policy},

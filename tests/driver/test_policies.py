@@ -356,6 +356,16 @@ class Budgets(TestCase):
         self.assertEqual(plain["context"]["kept_rows"], named["context"]["kept_rows"])
         self.assertTrue(0 < plain["context"]["evict_ratio"] < 1)
 
+    def test_chunks_before_the_question(self):
+        """FINCH's own way. The question's rows leave after each chunk."""
+        flags = [*ASK, "--prune-after", "question", "--prefill", "sparse", "--chunk", "16", "--keep-tokens", "60", "-n", "2"]
+        reports = [self.report(*flags, "--policy", "finch", ranks=ranks) for ranks in (0, 2)]
+        self.assertEqual(reports[0]["context"]["kept_rows"], reports[1]["context"]["kept_rows"])
+        for report in reports:
+            self.assertEqual(self.rows(report), {60})
+            self.assertEqual(report["context"]["tokens"], TOKENS + report["answers"][0]["question_tokens"])
+        self.fail_with(kvzap(*flags, "--policy", "finch+critical"), "finch cannot be combined with critical")
+
     @unittest.skipUnless(HAVE_HDF5, "needs HDF5")
     def test_snapshot_after_the_question(self):
         for count in ("0", "2"):

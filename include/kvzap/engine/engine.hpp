@@ -224,11 +224,11 @@ class Engine {
   ///
   /// With dense prefill they are one step, after which the policy cuts. With sparse prefill the
   /// context comes in parts of Pruning::chunk tokens (FINCH, 10.1162/tacl_a_00716, section 3): each
-  /// part reads the rows that stay of earlier ones. Behind it the question runs, the policy scores
+  /// part reads the rows that stay of earlier ones. After it the question runs, the policy scores
   /// all rows by it and cuts them to the budget of the tokens so far, and the question's rows
-  /// leave. The last part and the question are one step. With `rerotate` positions close up after
-  /// every cut. Without a question all is one step. `progress` receives tokens of both together.
-  /// Collective. Throws as `step` does; the caller must then free the sequence.
+  /// leave. The last part and the question are one step; so is all without a question. With
+  /// `rerotate` positions are renumbered after every cut. `progress` receives tokens of both
+  /// together. Collective. Throws as `step` does; the caller must then free the sequence.
   StepResult run_with_question(SequenceId sequence, const std::vector<TokenId>& context,
                                const std::vector<TokenId>& question, StepOutput output,
                                const std::vector<TokenDraw>& draws = {},
@@ -419,7 +419,8 @@ class Engine {
   void repeat(SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice,
               const std::function<Policy*()>& make, const ProgressCallback& progress);
   // Scores the rows of a context so far by a question behind it, and cuts them.
-  void cut_by_question(SequenceId sequence, const std::vector<TokenId>& question);
+  void cut_by_question(SequenceId sequence, const std::vector<TokenId>& question,
+                       const ProgressCallback& progress);
   // Repeats the context for the sequence's own policy, and cuts the sequence by its scores.
   void repeat_context(SequenceId sequence, const ProgressCallback& progress);
 

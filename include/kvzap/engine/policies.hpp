@@ -73,7 +73,8 @@ struct PolicyInfo {
   /// score again while the model generates (Pruning's decode cadence) and chunk by chunk.
   bool scores_again = true;
   /// Scores depend on the question, so pruning must follow it (PruneMoment::question). They need
-  /// the question's tokens alone and the rows before it (Engine::run_with_question).
+  /// the blocks of the question and the rows before it, and no newest queries of earlier tokens
+  /// (Engine::run_with_question).
   bool needs_question = false;
   /// The policy itself chooses the rows that stay, with scores of 1 and 0. So it accepts no amount
   /// and no threshold.

@@ -61,6 +61,11 @@ def output_map(module):
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
+def attention_modules(model):
+    """The modules of a model that attend, or stand for attention: a layer of a hybrid may have two."""
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and output_map(module) is not None]
+
+
 # Hidden states: attention functions do not get them, so that its module leaves them here.
 
 _watched: weakref.WeakSet = weakref.WeakSet()
@@ -82,8 +87,8 @@ def hidden_of(module):
 
 def watch(model):
     """Lets the attention modules of a model show their inputs to caches whose pruning reads them."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and output_map(module) is not None and module not in _watched:
+    for module in attention_modules(model):
+        if module not in _watched:
             _watched.add(module)
             module.register_forward_pre_hook(_before_attention, with_kwargs=True)
 

@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise Error(f"kvzap.train_end_to_end: {error}; expected torch and transformers: pip install 'kvzap[transformers]'") from error
 
-from ._attention import output_map
+from ._attention import attention_modules
 from ._samples import Sample
 from ._versions import give_cache
 
@@ -176,8 +176,7 @@ class _Student:
             raise Error(f"model: expected layers of full attention, and others of sliding attention alone, found {other or _WINDOW}")
         if model.training:
             raise Error("model: expected a model in evaluation mode (model.eval())")
-        self.modules = {module.layer_idx: module for module in model.modules()
-                        if hasattr(module, "layer_idx") and output_map(module) is not None}
+        self.modules = {module.layer_idx: module for module in attention_modules(model)}
         if sorted(self.modules) != list(range(text.num_hidden_layers)):
             raise Error(f"model: expected {text.num_hidden_layers} attention modules with layer_idx, found {len(self.modules)}")
         self.is_full = torch.tensor([kind in _FULL for kind in types])

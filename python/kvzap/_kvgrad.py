@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise Error(f"kvzap.kvgrad_scores: {error}; expected torch and transformers: pip install 'kvzap[transformers]'") from error
 
-from ._attention import output_map
+from ._attention import attention_modules, output_map
 from ._versions import give_cache
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ transformers.AttentionMaskInterface.register(WATCHED, lambda *arguments, **optio
 
 
 def _chat_words(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a chat template has before a user's message, and those behind it."""
+    """The ids that a chat template has before a user's message, and those after it."""
     prefix, suffix = "", "\n"
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template([{"role": "user", "content": _MESSAGE}], add_generation_prompt=True,
@@ -77,8 +77,8 @@ class _Replay:
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, next(model.parameters()).device
-        self.modules = {module.layer_idx: module for module in model.modules()
-                        if hasattr(module, "layer_idx") and isinstance(output_map(module), torch.nn.Linear)}
+        self.modules = {module.layer_idx: module for module in attention_modules(model)
+                        if isinstance(output_map(module), torch.nn.Linear)}
         layers = model.config.get_text_config().num_hidden_layers
         if sorted(self.modules) != list(range(layers)):
             raise Error(f"kvgrad_scores: expected a model with {layers} attention modules, which map their heads' output by "

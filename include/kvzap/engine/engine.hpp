@@ -418,7 +418,7 @@ class Engine {
   // sequence afterwards.
   void repeat(SequenceId sequence, const std::vector<TokenId>& context, const PolicyChoice& choice,
               const std::function<Policy*()>& make, const ProgressCallback& progress);
-  // Scores the rows of a context so far by a question behind it, and cuts them.
+  // Scores the rows of a context so far by a question that follows, and cuts them.
   void cut_by_question(SequenceId sequence, const std::vector<TokenId>& question,
                        const ProgressCallback& progress);
   // Repeats the context for the sequence's own policy, and cuts the sequence by its scores.

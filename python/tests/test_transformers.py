@@ -208,7 +208,7 @@ def test_keys_and_values_of_fewer_bits(model, long):
         assert found[:8] == expected[:8], kv_type
         assert report.live_bytes < share * wide.live_bytes
     with pytest.raises(kvzap.Error, match="q8,q4"):
-        kvzap.Cache(model.config, kv_type="q3")
+        kvzap.Cache(model.config, kv_type="q5")
 
 
 def padded(sequences, side):

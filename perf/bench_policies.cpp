@@ -290,6 +290,7 @@ void register_benchmarks(const Options& options) {
   cases.push_back({"snapkv+chunkkv", "snapkv+chunkkv"});
   cases.push_back({"snapkv+kvcrush", "snapkv+kvcrush"});
   cases.push_back({"snapkv+merge", "snapkv+merge"});
+  cases.push_back({"kvzip+fit", "kvzip+fit"});
   const std::vector<std::int64_t> lengths =
       options.quick ? std::vector<std::int64_t>{1024} : std::vector<std::int64_t>{4096, 16384};
   for (const std::int64_t tokens : lengths) {

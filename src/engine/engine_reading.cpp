@@ -237,6 +237,7 @@ void Engine::repeat_context(SequenceId sequence, const ProgressCallback& progres
       scores.push_back(policy->context_scores(exec, communicator(), l));
       if (m_parts->observer) m_parts->observer->scores(sequence, l, 0, scores.back());
     }
+    state.context_merger = policy->context_merger();
     base::fence(exec, "kvzap::engine: the repeat is timed");
   }
   m_parts->repeat_seconds += seconds - (m_parts->decoder.seconds().scoring - scoring_before);
@@ -244,6 +245,7 @@ void Engine::repeat_context(SequenceId sequence, const ProgressCallback& progres
   agree_on_memory(communicator(), [&] { set_row_scores(sequence, scores); });
   evict(sequence, plan_eviction(*state.pruning, {EvictionMoment::When::context_repeated}), scores,
         true);
+  state.context_merger = {};
   state.context = {};
 }
 

@@ -147,6 +147,7 @@ void JointPolicy::take_context_scores(const ExecutionSpace& exec, const Communic
       auto& layer = member.scores->layers.emplace_back();
       if (shape.has_pages(l)) layer = member.policy->context_scores(exec, comm, l);
     }
+    member.scores->merger = member.policy->context_merger();
     base::fence(exec, "kvzap::engine: each policy is timed");
   }
 }

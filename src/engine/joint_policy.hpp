@@ -24,8 +24,8 @@ class JointPolicy final : public Policy {
   void observe(PolicyLayer& layer, const TokenBlock& block) override;
   void score(PolicyLayer& layer, const ScoreView& scores) override;
 
-  /// For choices that repeat the context: fetches the scores of all layers that are pruned.
-  /// Collective.
+  /// For choices that repeat the context: fetches the scores of all layers that are pruned, and
+  /// mergers. Collective.
   void take_context_scores(const ExecutionSpace& exec, const Communicator& comm,
                            const CacheShape& shape);
   /// Adds seconds to the time of every policy.

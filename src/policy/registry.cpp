@@ -66,10 +66,11 @@ const std::vector<ModifierInfo>& modifiers() {
   // Order of application: modifiers of the amount, of the pools that share it, of scores, and of
   // the rows that stay. Each modifier sees the settings of those before it.
   static const std::vector<ModifierInfo> all = {
-      policy::dms(),      policy::per_layer(), policy::per_head(), policy::pyramid(),  //
-      policy::ada(),      policy::global(),                                            //
-      policy::critical(), policy::chunk(),     policy::chunkkv(),                      //
-      policy::kvcrush(),  policy::merge(),     policy::cam(),      policy::rerotate(),
+      policy::dms(),      policy::per_layer(), policy::per_head(), policy::pyramid(),   //
+      policy::ada(),      policy::global(),                                             //
+      policy::critical(), policy::chunk(),     policy::chunkkv(),                       //
+      policy::kvcrush(),  policy::merge(),     policy::cam(),      policy::rerotate(),  //
+      policy::fit(),
   };
   return all;
 }
@@ -159,11 +160,19 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
     }
   }
 
-  if (info.repeats_context && !spec.modifiers.empty()) {
-    throw Error(fmt::format(
-        "policy {} scores the context after the model has run it again, and has a budget "
-        "of its own: it cannot have the modifier {}",
-        info.name, spec.modifiers[0].first->name));
+  for (const auto& [modifier, arguments] : spec.modifiers) {
+    if (info.repeats_context && !modifier->needs_repeat) {
+      throw Error(fmt::format(
+          "policy {} scores the context after the model has run it again, and has a budget "
+          "of its own: it cannot have the modifier {}",
+          info.name, modifier->name));
+    }
+    if (!info.repeats_context && modifier->needs_repeat) {
+      throw Error(fmt::format(
+          "{}: {} needs the queries with which the model runs the context again; give a policy "
+          "that lets it (kvzip, kvzip-plus, kvcompose)",
+          spec.text, modifier->name));
+    }
   }
 
   PolicyChoice choice;

@@ -54,5 +54,6 @@ ModifierInfo kvcrush();
 ModifierInfo merge();
 ModifierInfo cam();
 ModifierInfo rerotate();
+ModifierInfo fit();
 
 }  // namespace kvzap::policy

@@ -21,7 +21,9 @@ POLICIES = {
     "snapkv", "tova", "h2o", "scissorhands", "pyramidkv", "expected-attention", "non-causal", "simlayerkv",
     "finch", "kvzap", "fastkvzip", "trim-kv", "duo-attention",
 }
-MODIFIERS = {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk", "chunkkv", "kvcrush", "dms", "merge", "cam", "rerotate"}
+MODIFIERS = {
+    "ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk", "chunkkv", "kvcrush", "dms", "merge", "cam", "rerotate", "fit",
+}
 
 
 def policies(*arguments, **options):

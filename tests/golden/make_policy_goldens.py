@@ -26,6 +26,7 @@ import collections
 import contextlib
 import json
 import logging
+import math
 import pathlib
 import sys
 from unittest import mock
@@ -93,6 +94,7 @@ def save_file(tensors, path):
 
 WANTS_WEIGHTS = False  # of the attention function: ObservedAttentionPress needs them
 IN_ORDER = False  # whether presses leave rows in order of position
+FITTED = None  # takes the queries of KVzipPress' repeat
 
 
 def exact_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -104,6 +106,8 @@ def exact_attention(module, query, key, value, attention_mask, scaling=None, **k
     if n_queries == n_keys:
         module.masked_key_indices = None  # the context: as kvpress' own patch does it
     group = query.shape[1] // key.shape[1]
+    if FITTED is not None:
+        FITTED.take(module.layer_idx, query[0].unflatten(0, (key.shape[1], group)) * scaling)
     scores = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
     seen = torch.arange(n_keys) <= torch.arange(n_queries).unsqueeze(1) + (n_keys - n_queries)
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -257,6 +261,42 @@ def watched_oracle(press, result, noise):
     return wrapper
 
 
+class FittedValues:
+    """Attention Matching without biases: values of kept pairs by which attention to them equals attention to all pairs.
+
+    Ridge regression in double, by the queries that repeat every n-th token of the context.
+    """
+
+    def __init__(self, press, queries, ridge):
+        self.press, self.queries, self.ridge = press, queries, ridge
+        self.taken = collections.defaultdict(list)  # of a layer: (head, query, dim)
+
+    def take(self, layer, queries):
+        """queries: (head, group, token, dim), scaled."""
+        begin, end = self.press.start_idx, self.press.end_idx
+        if end == 0:  # the context itself
+            return
+        every = math.ceil(self.press.context_length * queries.shape[1] / self.queries)
+        tokens = [p - end for p in range(begin, end) if p % every == 0]  # from the end of the repeat
+        self.taken[layer].append(queries[:, :, tokens].flatten(1, 2).double())
+
+    def apply(self, cache, kept):
+        """kept: (layer, head, token)."""
+        for layer, parts in self.taken.items():
+            queries = torch.cat(parts, dim=1)
+            for head, stays in enumerate(kept[layer].bool()):
+                keys, values = (t[0, head].double() for t in (cache.layers[layer].keys, cache.layers[layer].values))
+                if not stays.any():
+                    continue
+                logits = queries[head] @ keys.T
+                shares = logits[:, stays].softmax(dim=-1)
+                missing = logits.softmax(dim=-1) @ values - shares @ values[stays]
+                squares = shares.T @ shares
+                squares += self.ridge * squares.diagonal().mean() * torch.eye(len(squares))
+                fitted = values[stays] + torch.linalg.solve(squares, shares.T @ missing)
+                cache.layers[layer].values[0, head, stays] = fitted.float()
+
+
 def read_in_parts(model, cache, rows, press, context, question, noise):
     """FINCH as its paper has it. Parts of the context run one by one, each followed by the question.
 
@@ -318,7 +358,7 @@ def run(model, context, question, max_new_tokens, run, noise=None):
 
     max_new_tokens 0: the context alone, or with the question if that is pruned too.
     """
-    global WANTS_WEIGHTS, IN_ORDER
+    global WANTS_WEIGHTS, IN_ORDER, FITTED
     press, decoding = run.get("press"), run.get("decoding_press")
     layers = model.config.num_hidden_layers
     rows = Rows(layers)
@@ -354,6 +394,7 @@ def run(model, context, question, max_new_tokens, run, noise=None):
     result = Result()
     if isinstance(press, KVzipPress):
         press.compress_post = watched_oracle(press, result, noise)
+    FITTED = FittedValues(press, **run["fit"]) if "fit" in run else None
     with stable_selection(), rows.rotations():
         if "prefill_chunk" in run:
             logits = read_in_parts(model, cache, rows, press, context, question, noise)
@@ -361,6 +402,9 @@ def run(model, context, question, max_new_tokens, run, noise=None):
             with enter(press, model) if press is not None else contextlib.nullcontext():
                 logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits
         result.kept = rows.kept(model, cache)
+        if FITTED is not None:
+            FITTED.apply(cache, result.kept)
+            FITTED = None
         if scores[0]:
             result.scores = torch.stack([torch.cat(parts, dim=-1) for parts in scores])
         if isinstance(press, FastKVzipPress):
@@ -722,6 +766,11 @@ def all_runs(model, name, files, context, question, n_case):
     for policy, plus in (("kvzip", False), ("kvzip-plus", True)):
         press = {"kvzip_plus_normalization": plus}
         add(policy, oracle(**press), (4, 0), 0.5, True)
+        for ratio in (0.5, 0.9):
+            add(policy + "+fit", oracle(**press), (4, 0), ratio, fit={"queries": 1024, "ridge": 0.01})
+        changed = {"queries": 100, "ridge": 0.1}
+        text = f"{policy}:chunk=64+fit:queries=100,ridge=0.1"
+        add(text, oracle(chunk_size=64, **press), (4, 0), 0.75, fit=changed)
         if n_case > 0:
             add(policy + ":chunk=100,sink=9", oracle(chunk_size=100, n_sink=9, **press), (9, 0), 0.5)
             continue
@@ -943,7 +992,7 @@ def run_name(run):
 def unchanged(name, n_case, update):
     """Runs of an index that is there, and their tensors, without those that are made anew."""
     runs = json.loads((OUT / f"{name}.json").read_text())[n_case]["runs"]
-    runs = [run for run in runs if not run["policy"].startswith(update)]
+    runs = [run for run in runs if update not in run["policy"]]
     used = {run[key] for run in runs for key in ("scores", "kept", "kept_at_end", "generated") if key in run}
     tensors = load_file(OUT / f"{name}.case{n_case}.safetensors")
     return runs, {key: tensor for key, tensor in tensors.items() if key in used}
@@ -993,16 +1042,16 @@ def make(folder, only, update):
             for key, tensor in old.items():
                 store(key, tensor)
         for described in all_runs(model, name, files, context, question, n_case):
-            if only not in described["policy"] or not described["policy"].startswith(update):
+            if only not in described["policy"] or update not in described["policy"]:
                 continue
             most = cases[n_case]["max_new_tokens"]
             ratio, tie = choose_ratio(model, texts[n_case], described, most)
             entry = built(described, ratio)
             label = run_name(entry)
-            press_text = kvpress_text(entry)
+            press_text = kvpress_text(entry) + ", then fitted values" * ("fit" in entry)
             result = run(model, context, question, most, entry)
             first, last = entry.pop("protected")
-            for key in ("press", "decoding_press", "scorer", "weights"):
+            for key in ("press", "decoding_press", "scorer", "weights", "fit"):
                 entry.pop(key, None)
             record = {"name": label, **entry, "kvpress": press_text}
             if tie:
@@ -1042,7 +1091,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=pathlib.Path, help="folders of models with goldens here")
     parser.add_argument("--only", default="", help="show policies whose names have this part, and write no results")
-    parser.add_argument("--update", default="", help="make runs of policies whose names begin so, keep the rest")
+    parser.add_argument("--update", default="", help="make runs of policies whose names have this part, keep the rest")
     arguments = parser.parse_args()
     logging.getLogger("kvpress").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()

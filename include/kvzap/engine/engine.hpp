@@ -59,6 +59,8 @@ ReadPages read_pages_from_name(const std::string& text);
 struct ContextScores {
   /// Scores of each layer: (head on this rank, position).
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> layers;
+  /// Policy::context_merger.
+  MergerMaker merger;
   /// Seconds of scoring on this rank, with the steps that repeat the context.
   double seconds = 0;
 };

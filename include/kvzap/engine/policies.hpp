@@ -205,6 +205,9 @@ struct ModifierInfo {
   bool is_alone = false;
   /// Works in cuts after the context alone (Pruning::decode).
   bool needs_decode_cuts = false;
+  /// Works by the repeat of the context (PolicyInfo::repeats_context). Policies that repeat it have
+  /// no other modifiers.
+  bool needs_repeat = false;
   /// Keeps the budget's shape that belongs to the policy (PolicyInfo::shape).
   bool keeps_shape = false;
   /// Changes the choice, whose policy exists already (and whose budget has its amount). Throws

@@ -5,6 +5,7 @@
 #include <kvzap/core/attention_mass.hpp>
 #include <kvzap/core/communicator.hpp>
 #include <kvzap/core/types.hpp>
+#include <kvzap/engine/value_merger.hpp>
 #include <memory>
 #include <vector>
 
@@ -183,6 +184,9 @@ class Policy {
   /// called. Collective; called once for each layer, in order.
   virtual Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> context_scores(
       const ExecutionSpace& exec, const Communicator& comm, int layer);
+  /// With context_scores: returns what changes values in the cut by these scores, if the policy has
+  /// seen more of the repeat than scores. It may outlive the policy. Empty: nothing.
+  virtual MergerMaker context_merger() { return {}; }
 };
 
 /// Makes a policy for a new sequence. Several policies may share loaded data.

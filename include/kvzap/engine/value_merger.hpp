@@ -9,7 +9,7 @@
 
 namespace kvzap {
 
-/// One head's rows, in order of position, when a budget has chosen those that stay.
+/// One head's rows, in order of position, when a cut has chosen those that stay.
 struct CutHead {
   using Rows = Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>;
 

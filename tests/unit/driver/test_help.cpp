@@ -126,7 +126,7 @@ TEST(PoliciesCommand, ListsNames) {
     EXPECT_TRUE(has(text, "^  " + name + " ")) << name;
   }
   for (const char* name : {"ada", "pyramid", "global", "per-layer", "per-head", "critical", "chunk",
-                           "chunkkv", "kvcrush", "dms", "merge", "cam", "rerotate"}) {
+                           "chunkkv", "kvcrush", "dms", "merge", "cam", "rerotate", "fit"}) {
     EXPECT_TRUE(has(text, std::string("^  \\+") + name + " ")) << name;
   }
   EXPECT_TRUE(has(text, "arXiv 2404.14469"));

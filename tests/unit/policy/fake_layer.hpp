@@ -50,6 +50,8 @@ struct LayerData {
   std::vector<float> output_weights;  // (query head, head_dim, hidden_size)
   std::vector<float> inverse_frequencies;  // (head_dim / 2)
   float rope_scale = 1;                    // which is in queries and keys
+  float soft_cap = 0;                      // only in PolicyLayer::Extents, as the sinks
+  std::vector<float> sinks;                // (query head), or empty
 
   std::int64_t rows(int head) const { return static_cast<std::int64_t>(positions[head].size()); }
   std::int64_t cached(int head) const { return rows(head) - new_tokens; }
@@ -168,7 +170,16 @@ class FakeLayer final : public PolicyLayer {
     m_extents.evict_ratio = data.evict_ratio;
     m_extents.repeats_begin = data.repeats_begin;
     m_extents.repeats_end = data.repeats_end;
-    for (int head : heads) m_extents.rows.push_back(data.rows(head));
+    m_extents.soft_cap = data.soft_cap;
+    std::vector<float> sinks;
+    for (int head : heads) {
+      m_extents.rows.push_back(data.rows(head));
+      if (data.sinks.empty()) continue;
+      const auto first = data.sinks.begin() + std::ptrdiff_t{head} * data.group;
+      sinks.insert(sinks.end(), first, first + data.group);
+    }
+    m_extents.sinks =
+        to_device<Kokkos::View<const float*, MemorySpace>, float>(sinks.data(), sinks.size());
     m_extents.heads = std::move(heads);
   }
 

@@ -452,6 +452,10 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   refuse("knorm+cam:seed=-1", budget, {}, {"seed", "-1"});
   refuse("knorm+cam", {}, 0.5, {"cam takes up rows that cuts of a budget evict"});
   refuse("knorm+cam+merge", budget, {}, {"cam and merge both change the values of kept rows"});
+  refuse("knorm+fit", budget, {}, {"knorm+fit: fit needs the queries", "kvzip"});
+  refuse("kvzip+fit+merge", budget, {}, {"kvzip", "cannot have the modifier merge"});
+  refuse("kvzip+fit:queries=0", budget, {}, {"queries", "0"});
+  refuse("kvzip+fit:ridge=0", budget, {}, {"ridge", "0"});
 }
 
 TEST_F(MakePolicy, CombinationsWithMeaning) {
@@ -480,7 +484,10 @@ TEST_F(MakePolicy, CombinationsWithMeaning) {
                            "snapkv+cam+ada",
                            "knorm+cam+global+critical",
                            "knorm+chunkkv+cam",
-                           "knorm+cam+rerotate"}) {
+                           "knorm+cam+rerotate",
+                           "kvzip+fit",
+                           "kvzip-plus:layerwise=on+fit:queries=1,ridge=10",
+                           "kvcompose+fit"}) {
     EXPECT_TRUE(make(text, half()).make) << text;
   }
   for (const char* modifier : {"ada", "critical", "chunk", "chunkkv"}) {

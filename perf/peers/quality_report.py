@@ -9,14 +9,15 @@ import processors
 from engines.records import matched_share, read
 
 KV_TYPES = ("bf16", "q8", "q4", "q8,q4")
-PERPLEXITY_KV_TYPES = (*KV_TYPES, "q4,q3", "q3", "q8,q2", "q4,q2", "q3,q2", "q2")
+NARROW_KV_TYPES = ("q4,q3", "q3", "q8,q2", "q4,q2", "q3,q2", "q2")
+PERPLEXITY_KV_TYPES = (*KV_TYPES, *NARROW_KV_TYPES)
 WINDOWS = (8, 32, 128, 1)  # recent tokens that KVzap keeps
 EVALUATIONS = ("facts", "facts-closed", "ruler-1024", "ruler-2048", "ruler-2048-oracle", "ruler-4096", "ruler-4096-oracle",
                "summary", "perplexity", "generation", "kv-perplexity", "linear-ruler", "linear-facts", "window", "every",
-               "demo", "newer", "rest", "policy-windows", *(f"read-pages-{share}-{rows}" for share in ("all", "0.5", "0.25") for rows in (64, 16)),
+               "demo", "newer", "rest", "fitted", "policy-windows", *(f"read-pages-{share}-{rows}" for share in ("all", "0.5", "0.25") for rows in (64, 16)),
                *(f"ruler-{length}-window-{window}" for length in (4096, 8000) for window in ("128", "32", "8", "8-sink-4")),
                *(f"end-to-end-{tasks}" for tasks in ("facts", "ruler-1024", "ruler-2048", "ruler-4096", "perplexity")),
-               *(f"kv-types-{kv_type}" for kv_type in KV_TYPES),
+               *(f"kv-types-{kv_type}" for kv_type in PERPLEXITY_KV_TYPES),
                *(f"{tasks}-window-{window}" for tasks in ("generation", "facts", "ruler", "perplexity", "ruler-2048") for window in WINDOWS))
 ENGINES = ("kvzap", "kvpress", "openvino", "llama.cpp", "vllm")
 

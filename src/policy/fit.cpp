@@ -59,62 +59,126 @@ void take_rows(const ExecutionSpace& exec, const ConstMatrix& all, const std::in
       });
 }
 
-// squares(k) = sum over the queries of shares(q, k)^2. Returns the sum of all.
-double sum_squares(const ExecutionSpace& exec, const Matrix& shares,
-                   const linalg::Vector& squares) {
+// diagonal(k) = w + sum over the queries of shares(q, k)^2, where w is `ridge` times the mean of
+// these sums. Returns w.
+float set_diagonal(const ExecutionSpace& exec, const Matrix& shares, double ridge,
+                   const linalg::Vector& diagonal) {
   const auto queries = static_cast<std::int64_t>(shares.extent(0));
   const auto rows = static_cast<std::int64_t>(shares.extent(1));
-  Kokkos::deep_copy(exec, squares, 0.0F);
   constexpr std::int64_t slice = columns_per_item;
-  Kokkos::parallel_for(
-      "kvzap::fit::squares", PolicyRange(exec, 0, (rows + slice - 1) / slice),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t end = (i + 1) * slice < rows ? (i + 1) * slice : rows;
-        for (std::int64_t q = 0; q < queries; ++q) {
-          for (std::int64_t k = i * slice; k < end; ++k) {
-            squares(k) += shares(q, k) * shares(q, k);
-          }
-        }
-      });
   double sum = 0;
   Kokkos::parallel_reduce(
-      "kvzap::fit::sum_squares", PolicyRange(exec, 0, rows),
-      KOKKOS_LAMBDA(std::int64_t k, double& partial) { partial += squares(k); }, sum);
+      "kvzap::fit::diagonal", PolicyRange(exec, 0, (rows + slice - 1) / slice),
+      KOKKOS_LAMBDA(std::int64_t i, double& partial) {
+        const std::int64_t end = (i + 1) * slice < rows ? (i + 1) * slice : rows;
+        for (std::int64_t k = i * slice; k < end; ++k) diagonal(k) = 0;
+        for (std::int64_t q = 0; q < queries; ++q) {
+          for (std::int64_t k = i * slice; k < end; ++k) {
+            diagonal(k) += shares(q, k) * shares(q, k);
+          }
+        }
+        for (std::int64_t k = i * slice; k < end; ++k) partial += diagonal(k);
+      },
+      sum);
+  const auto weight = static_cast<float>(ridge * sum / static_cast<double>(rows));
+  Kokkos::parallel_for(
+      "kvzap::fit::weight", PolicyRange(exec, 0, rows),
+      KOKKOS_LAMBDA(std::int64_t k) { diagonal(k) += weight; });
+  return weight;
+}
+
+/// A search for X, (row, dim): what it goes through, (row, dim), and the diagonal of its matrix.
+struct Search {
+  Matrix added;  // X so far
+  Matrix residual, direction, product;
+  linalg::Vector diagonal;  // (row)
+};
+
+// direction = residual / diagonal + by * direction
+void turn(const ExecutionSpace& exec, float by, const Search& search) {
+  const auto dim = static_cast<std::int64_t>(search.added.extent(1));
+  const Search s = search;
+  Kokkos::parallel_for(
+      "kvzap::fit::turn", PolicyRange(exec, 0, static_cast<std::int64_t>(s.added.size())),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t k = i / dim, d = i % dim;
+        s.direction(k, d) = s.residual(k, d) / s.diagonal(k) + by * s.direction(k, d);
+      });
+}
+
+// product += weight * direction. Returns its product with the direction.
+double finish_product(const ExecutionSpace& exec, float weight, const Search& search) {
+  const auto dim = static_cast<std::int64_t>(search.added.extent(1));
+  const Search s = search;
+  double sum = 0;
+  Kokkos::parallel_reduce(
+      "kvzap::fit::product", PolicyRange(exec, 0, static_cast<std::int64_t>(s.added.size())),
+      KOKKOS_LAMBDA(std::int64_t i, double& partial) {
+        const std::int64_t k = i / dim, d = i % dim;
+        s.product(k, d) += weight * s.direction(k, d);
+        partial += static_cast<double>(s.product(k, d)) * s.direction(k, d);
+      },
+      sum);
   return sum;
 }
 
-/// The search for what to add to the values: conjugate gradients on (S^T S + ridge I) X = S^T M
-/// with shares S (query, row), for all columns of X at once, scaled by the diagonal.
+// added += by * direction, residual -= by * product. Returns the product of the residual with
+// itself, over the diagonal.
+double advance(const ExecutionSpace& exec, float by, const Search& search) {
+  const auto dim = static_cast<std::int64_t>(search.added.extent(1));
+  const Search s = search;
+  double sum = 0;
+  Kokkos::parallel_reduce(
+      "kvzap::fit::advance", PolicyRange(exec, 0, static_cast<std::int64_t>(s.added.size())),
+      KOKKOS_LAMBDA(std::int64_t i, double& partial) {
+        const std::int64_t k = i / dim, d = i % dim;
+        s.added(k, d) += by * s.direction(k, d);
+        s.residual(k, d) -= by * s.product(k, d);
+        partial += static_cast<double>(s.residual(k, d)) * s.residual(k, d) / s.diagonal(k);
+      },
+      sum);
+  return sum;
+}
+
+/// Finds what to add to the values: X of (S^T S + w I) X = S^T M, for shares S (query, row), by
+/// conjugate gradients for all columns of X at once, scaled by the diagonal. Keeps its memory.
 class FitSearch {
  public:
-  /// added (row, dim) = X. missing: M (query, dim).
+  /// added (row, dim) = X. missing: M (query, dim). ridge: w over the mean of the diagonal of S^T
+  /// S.
   void operator()(const ExecutionSpace& exec, const Matrix& shares, const Matrix& missing,
                   double ridge, const Matrix& added) {
     const auto queries = static_cast<std::int64_t>(shares.extent(0));
     const auto rows = static_cast<std::int64_t>(shares.extent(1));
     const auto dim = static_cast<std::int64_t>(missing.extent(1));
-    m_residual = room(m_residual_room, rows, dim);
-    m_direction = room(m_direction_room, rows, dim);
-    m_product = room(m_product_room, rows, dim);
-    const Matrix seen = room(m_seen_room, queries, dim);
     base::reserve_scratch(m_diagonal, rows, "kvzap::fit::diagonal");
-    const linalg::Vector diagonal =
-        Kokkos::subview(m_diagonal, std::make_pair(std::int64_t{0}, rows));
-    const auto weight =
-        static_cast<float>(ridge * sum_squares(exec, shares, diagonal) / static_cast<double>(rows));
-    Kokkos::deep_copy(exec, added, 0.0F);
-    Kokkos::deep_copy(exec, m_direction, 0.0F);
-    linalg::multiply_tn(exec, 1, shares, missing, 0, m_residual);
-    Kokkos::deep_copy(exec, m_product, 0.0F);
-    double before = advance(exec, 0, diagonal, weight, added);
-    turn(exec, 0, diagonal, weight);
+    const Search search = {added, room(m_residual, rows, dim), room(m_direction, rows, dim),
+                           room(m_product, rows, dim),
+                           Kokkos::subview(m_diagonal, std::make_pair(std::int64_t{0}, rows))};
+    const float weight = set_diagonal(exec, shares, ridge, search.diagonal);
+    // S^T S costs queries * rows^2 operations once, and then rows^2 * dim a step; without it a step
+    // takes 2 * queries * rows * dim.
+    const bool squares = rows * (queries + search_steps * dim) < 2 * search_steps * queries * dim;
+    const Matrix between = room(m_between, squares ? rows : queries, squares ? rows : dim);
+    if (squares) linalg::multiply_tn(exec, 1, shares, shares, 0, between);
+
+    for (const Matrix& each : {added, search.direction, search.product}) {
+      Kokkos::deep_copy(exec, each, 0.0F);
+    }
+    linalg::multiply_tn(exec, 1, shares, missing, 0, search.residual);
+    double before = advance(exec, 0, search);
+    turn(exec, 0, search);
     for (int step = 0; step < search_steps && before > 0; ++step) {
-      linalg::multiply_nn(exec, 1, shares, m_direction, 0, seen);
-      linalg::multiply_tn(exec, 1, shares, seen, 0, m_product);
-      const double along = finish_product(exec, weight);
+      if (squares) {
+        linalg::multiply_nn(exec, 1, between, search.direction, 0, search.product);
+      } else {
+        linalg::multiply_nn(exec, 1, shares, search.direction, 0, between);
+        linalg::multiply_tn(exec, 1, shares, between, 0, search.product);
+      }
+      const double along = finish_product(exec, weight, search);
       if (!(along > 0)) return;  // also for NaN
-      const double now = advance(exec, static_cast<float>(before / along), diagonal, weight, added);
-      turn(exec, static_cast<float>(now / before), diagonal, weight);
+      const double now = advance(exec, static_cast<float>(before / along), search);
+      turn(exec, static_cast<float>(now / before), search);
       before = now;
     }
   }
@@ -125,56 +189,7 @@ class FitSearch {
     return Matrix(memory.data(), rows, columns);
   }
 
-  // direction = residual / diagonal + by * direction
-  void turn(const ExecutionSpace& exec, float by, const linalg::Vector& diagonal, float weight) {
-    const auto residual = m_residual, direction = m_direction;
-    const auto dim = static_cast<std::int64_t>(residual.extent(1));
-    Kokkos::parallel_for(
-        "kvzap::fit::turn", PolicyRange(exec, 0, static_cast<std::int64_t>(residual.size())),
-        KOKKOS_LAMBDA(std::int64_t i) {
-          const std::int64_t k = i / dim, d = i % dim;
-          direction(k, d) = residual(k, d) / (diagonal(k) + weight) + by * direction(k, d);
-        });
-  }
-
-  // product += weight * direction. Returns its product with the direction.
-  double finish_product(const ExecutionSpace& exec, float weight) {
-    const auto product = m_product, direction = m_direction;
-    const auto dim = static_cast<std::int64_t>(product.extent(1));
-    double sum = 0;
-    Kokkos::parallel_reduce(
-        "kvzap::fit::product", PolicyRange(exec, 0, static_cast<std::int64_t>(product.size())),
-        KOKKOS_LAMBDA(std::int64_t i, double& partial) {
-          float& own = product(i / dim, i % dim);
-          const float along = direction(i / dim, i % dim);
-          own += weight * along;
-          partial += static_cast<double>(own) * along;
-        },
-        sum);
-    return sum;
-  }
-
-  // added += by * direction, residual -= by * product. Returns the product of the residual with
-  // itself, over the diagonal.
-  double advance(const ExecutionSpace& exec, float by, const linalg::Vector& diagonal, float weight,
-                 const Matrix& added) {
-    const auto residual = m_residual, direction = m_direction, product = m_product;
-    const auto dim = static_cast<std::int64_t>(residual.extent(1));
-    double sum = 0;
-    Kokkos::parallel_reduce(
-        "kvzap::fit::advance", PolicyRange(exec, 0, static_cast<std::int64_t>(residual.size())),
-        KOKKOS_LAMBDA(std::int64_t i, double& partial) {
-          const std::int64_t k = i / dim, d = i % dim;
-          added(k, d) += by * direction(k, d);
-          residual(k, d) -= by * product(k, d);
-          partial += static_cast<double>(residual(k, d)) * residual(k, d) / (diagonal(k) + weight);
-        },
-        sum);
-    return sum;
-  }
-
-  linalg::Vector m_residual_room, m_direction_room, m_product_room, m_seen_room, m_diagonal;
-  Matrix m_residual, m_direction, m_product;
+  linalg::Vector m_residual, m_direction, m_product, m_between, m_diagonal;
 };
 
 struct FitParameters : PolicyParameters {
@@ -183,6 +198,17 @@ struct FitParameters : PolicyParameters {
   double ridge = number("ridge", 0.01, {1e-6, 1e6},
                         "weight of the values as they were, in mean squares of the shares");
 };
+
+// values += added, where the sum is finite.
+void add(const ExecutionSpace& exec, const Matrix& added, const Matrix& values) {
+  const auto dim = static_cast<std::int64_t>(values.extent(1));
+  Kokkos::parallel_for(
+      "kvzap::fit::add", PolicyRange(exec, 0, static_cast<std::int64_t>(values.size())),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const float sum = values(i / dim, i % dim) + added(i / dim, i % dim);
+        if (sum - sum == 0) values(i / dim, i % dim) = sum;
+      });
+}
 
 /// Fits the values of kept rows (Attention Matching, arXiv 2602.16284, section 3.3). With the
 /// queries q of the repeat, shares S(q, k) = softmax over the rows that stay, and a(q) the output
@@ -230,6 +256,7 @@ class ValueFit final : public ValueMerger {
               const Matrix& missing) {
     const ExecutionSpace& exec = head.exec;
     const std::int64_t rows = head.rows();
+    const auto kept = static_cast<std::int64_t>(shares.extent(1));
     const auto dim = static_cast<std::int64_t>(head.keys.extent(1));
     const auto local =
         std::find(layer.heads.begin(), layer.heads.end(), head.head) - layer.heads.begin();
@@ -245,14 +272,16 @@ class ValueFit final : public ValueMerger {
     const std::int64_t tile =
         std::min(layer.count, std::max<std::int64_t>(1, tokens) * layer.group);
     base::reserve_scratch(m_logits, tile * rows, "kvzap::fit::logits");
+    const float* const queries =
+        layer.queries.data() + local * static_cast<std::int64_t>(layer.queries.extent(1)) * dim;
     const float scaling = 1 / std::sqrt(static_cast<float>(dim));
     for (std::int64_t first = 0; first < layer.count; first += tile) {
       const std::int64_t count = std::min(tile, layer.count - first);
       const auto part = std::make_pair(first, first + count);
       const Matrix logits(m_logits.data(), count, rows);
-      const Matrix of_kept(&shares(first, 0), count, shares.extent(1));
-      linalg::multiply_nt(exec, scaling, ConstMatrix(&layer.queries(local, first, 0), count, dim),
-                          head.keys, 0, logits);
+      const Matrix of_kept(shares.data() + first * kept, count, kept);
+      linalg::multiply_nt(exec, scaling, ConstMatrix(queries + first * dim, count, dim), head.keys,
+                          0, logits);
       take_columns(exec, logits, m_kept.device(), of_kept);
       for (const Matrix& each : {of_kept, logits}) {
         softmax.logits = each;
@@ -263,17 +292,6 @@ class ValueFit final : public ValueMerger {
     }
   }
 
-  // values += added, where the sum is finite.
-  static void add(const ExecutionSpace& exec, const Matrix& added, const Matrix& values) {
-    const auto dim = static_cast<std::int64_t>(values.extent(1));
-    Kokkos::parallel_for(
-        "kvzap::fit::add", PolicyRange(exec, 0, static_cast<std::int64_t>(values.size())),
-        KOKKOS_LAMBDA(std::int64_t i) {
-          const float sum = values(i / dim, i % dim) + added(i / dim, i % dim);
-          if (sum - sum == 0) values(i / dim, i % dim) = sum;
-        });
-  }
-
   std::shared_ptr<const FitLayers> m_layers;
   double m_ridge;
   Mirrored<std::int32_t> m_kept;
@@ -281,6 +299,31 @@ class ValueFit final : public ValueMerger {
   FitSearch m_search;
   MergedValues m_merged;
 };
+
+/// Tokens of a block: `count` of them, `every` apart.
+struct Places {
+  std::int64_t first = 0, every = 1, count = 0;
+};
+
+// Appends the queries of some tokens to those of a layer.
+void take_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
+                  const Places& places, FitLayer& layer) {
+  const auto to = layer.queries;
+  const auto heads = static_cast<std::int64_t>(to.extent(0));
+  const auto dim = static_cast<std::int64_t>(to.extent(2));
+  const std::int64_t group = layer.group, before = layer.count;
+  const Places p = places;
+  Kokkos::parallel_for(
+      "kvzap::fit::queries", PolicyRange(exec, 0, p.count * heads * group),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t token = i / (heads * group), query = i % (heads * group);
+        const std::int64_t place = before + token * group + query % group;
+        for (std::int64_t d = 0; d < dim; ++d) {
+          to(query / group, place, d) = queries(p.first + token * p.every, query, d);
+        }
+      });
+  layer.count += p.count * group;
+}
 
 /// A policy that repeats the context, and also takes queries of the repeat.
 class FittedPolicy final : public Policy {
@@ -346,30 +389,7 @@ class FittedPolicy final : public Policy {
     const std::int64_t first = (begin + every - 1) / every * every;
     const std::int64_t count = first < end ? (end - first + every - 1) / every : 0;
     if (count == 0) return;
-    copy(layer.exec(), block.queries, {first - shift - block.first, every, count}, own);
-    own.count += count * group;
-  }
-
-  struct Places {
-    std::int64_t first = 0, every = 1, count = 0;  // tokens of a block
-  };
-  static void copy(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
-                   const Places& places, const FitLayer& own) {
-    const auto to = own.queries;
-    const auto heads = static_cast<std::int64_t>(own.heads.size());
-    const auto dim = static_cast<std::int64_t>(to.extent(2));
-    const std::int64_t group = own.group, before = own.count;
-    const Places p = places;
-    Kokkos::parallel_for(
-        "kvzap::fit::queries", PolicyRange(exec, 0, p.count * heads * group),
-        KOKKOS_LAMBDA(std::int64_t i) {
-          const std::int64_t token = i / (heads * group), query = i % (heads * group);
-          const std::int64_t head = query / group;
-          const std::int64_t place = before + token * group + query % group;
-          for (std::int64_t d = 0; d < dim; ++d) {
-            to(head, place, d) = queries(p.first + token * p.every, query, d);
-          }
-        });
+    take_queries(layer.exec(), block.queries, {first - shift - block.first, every, count}, own);
   }
 
   std::unique_ptr<Policy> m_scores;

@@ -767,9 +767,9 @@ def all_runs(model, name, files, context, question, n_case):
         press = {"kvzip_plus_normalization": plus}
         add(policy, oracle(**press), (4, 0), 0.5, True)
         for ratio in (0.5, 0.9):
-            add(policy + "+fit", oracle(**press), (4, 0), ratio, fit={"queries": 1024, "ridge": 0.01})
-        changed = {"queries": 100, "ridge": 0.1}
-        text = f"{policy}:chunk=64+fit:queries=100,ridge=0.1"
+            add(policy + "+fit", oracle(**press), (4, 0), ratio, fit={"queries": 1024, "ridge": 0.1})
+        changed = {"queries": 100, "ridge": 0.5}
+        text = f"{policy}:chunk=64+fit:queries=100,ridge=0.5"
         add(text, oracle(chunk_size=64, **press), (4, 0), 0.75, fit=changed)
         if n_case > 0:
             add(policy + ":chunk=100,sink=9", oracle(chunk_size=100, n_sink=9, **press), (9, 0), 0.5)

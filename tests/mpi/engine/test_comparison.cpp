@@ -212,7 +212,8 @@ class Comparisons : public ::testing::Test {
             "keydiff+merge+ada", "h2o+critical", "keydiff+critical+ada",
             "streaming-llm+chunk:length=20", "keydiff+chunk:length=25", "keydiff+chunkkv:length=7",
             "snapkv:window=5+kvcrush", "h2o:local=on", "compactor:blending=0.3",
-            "kvzip:layerwise=on", "kvzip:chunk=40,sink=6"}) {
+            "kvzip:layerwise=on", "kvzip:chunk=40,sink=6", "kvzip:chunk=40+fit:queries=50",
+            "kvcompose+fit"}) {
         add(text, ratio);
       }
       for (const char* text : {"snapkv", "expected-attention", "tova+ada"}) {

@@ -98,7 +98,6 @@ const std::vector<Kind>& kinds() {
       {"snapkv:window=5", 0.5, {}, prefill_only, dense, after_context, 5, 0, false},
       {"compactor", 0.5, {}, prefill_only, sparse, after_context, 3, 0, false},
       {"kvzip:chunk=40", 0.5, {}, prefill_only, dense, after_context, 0, 0, true},
-      {"kvzip+fit", 0.5, {}, prefill_only, dense, after_context, 0, 0, true},
       {"keydiff+rerotate", 0.5, {}, prefill_only, sparse, after_context, 0, 0, true},
       {"keydiff+rerotate", 0.5, {}, prefill_only, dense, after_context, 0, 0.6, false},
       {"snapkv:window=5", 0.5, {}, prefill_only, dense, after_question, 0, 0, true},
@@ -114,6 +113,7 @@ const std::vector<Kind>& kinds() {
       {"snapkv:window=5+rerotate", 0.5, {}, prefill_only, sparse, after_context, 0, 0, true},
       {"snapkv:window=5+rerotate", 0.5, {}, prefill_only, dense, after_context, 5, 0, false},
       {"snapkv:window=5", 0.5, {}, prefill_only, dense, after_question, 5, 0, true},
+      {"kvzip+fit", 0.5, {}, prefill_only, dense, after_context, 0, 0, true},
   };
   return all;
 }

@@ -52,9 +52,8 @@ SequenceId Engine::prune(SequenceId source, const LoadedPruning& setting,
   });
   if (plan.method == EvictionMethod::none) return sequence;
   try {
-    m_parts->states.at(sequence).context_merger = scores->merger;
+    plan.merger = scores->merger;
     evict(sequence, plan, scores->layers, false);
-    m_parts->states.at(sequence).context_merger = {};
     if (setting.policy->rerotate) compact_positions(sequence);
   } catch (...) {
     free_sequence(sequence);
@@ -213,9 +212,9 @@ void Engine::evict_by_flags(SequenceId sequence, const EvictionPlan& plan,
   const auto remove = [&] {
     state.non_finite = 0;
     const bool merges = by_budget && (!state.sums || plan.is_in_decode);
-    engine::KeptValues values(state.context_merger ? state.context_merger
-                              : merges             ? pruning.policy->merger
-                                                   : MergerMaker());
+    engine::KeptValues values(plan.merger ? plan.merger
+                              : merges    ? pruning.policy->merger
+                                          : MergerMaker());
     for (const ScoredLayer& layer : layers) {
       engine::CutRows cut = {layer.layer, layer.heads, layer.keep, {}, {}};
       if (merges && state.sums) {

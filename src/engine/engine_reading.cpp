@@ -9,6 +9,7 @@ namespace kvzap {
 
 using cache::agree_on_memory;
 using engine::EvictionMoment;
+using engine::EvictionPlan;
 using engine::PolicyStep;
 using engine::RecentQueries;
 using engine::SequenceState;
@@ -221,6 +222,7 @@ void Engine::repeat_context(SequenceId sequence, const ProgressCallback& progres
   const double scoring_before = m_parts->decoder.seconds().scoring;
   double seconds = 0;
   LayerScores scores;
+  EvictionPlan plan = plan_eviction(*state.pruning, {EvictionMoment::When::context_repeated});
   {
     const base::Stopwatch watch(seconds);
     std::unique_ptr<Policy> policy;
@@ -237,15 +239,13 @@ void Engine::repeat_context(SequenceId sequence, const ProgressCallback& progres
       scores.push_back(policy->context_scores(exec, communicator(), l));
       if (m_parts->observer) m_parts->observer->scores(sequence, l, 0, scores.back());
     }
-    state.context_merger = policy->context_merger();
+    plan.merger = policy->context_merger();
     base::fence(exec, "kvzap::engine: the repeat is timed");
   }
   m_parts->repeat_seconds += seconds - (m_parts->decoder.seconds().scoring - scoring_before);
   const base::Stopwatch watch(m_parts->evict_seconds);
   agree_on_memory(communicator(), [&] { set_row_scores(sequence, scores); });
-  evict(sequence, plan_eviction(*state.pruning, {EvictionMoment::When::context_repeated}), scores,
-        true);
-  state.context_merger = {};
+  evict(sequence, plan, scores, true);
   state.context = {};
 }
 

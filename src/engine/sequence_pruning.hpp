@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <kvzap/engine/pruning.hpp>
 #include <kvzap/engine/step_batch.hpp>
+#include <kvzap/engine/value_merger.hpp>
 
 namespace kvzap::engine {
 
@@ -57,6 +58,8 @@ struct EvictionPlan {
   bool empties_ring = false;
   /// The step follows the context, and cuts may be due.
   bool is_in_decode = false;
+  /// In place of the choice's merger: Policy::context_merger.
+  MergerMaker merger = {};
 };
 
 /// Decides how rows leave the cache: the only place that chooses between KVCache's functions.

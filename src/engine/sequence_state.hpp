@@ -24,7 +24,6 @@ struct SequenceState {
   std::int64_t non_finite = 0;      // rows that the last cut kept because their score is not finite
   std::vector<TokenId> context;     // for a policy that repeats it
   bool is_in_parts = false;         // a context of which parts have run, but not the last one
-  MergerMaker context_merger;       // Policy::context_merger, for the cut of the context alone
   // Of the current step.
   PolicyStep step;
   EvictionPlan plan;

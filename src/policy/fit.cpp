@@ -6,8 +6,8 @@
 #include "base/kokkos_compat.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
-#include "policy/merged_rows.hpp"
 #include "policy/registry.hpp"
+#include "policy/row_loops.hpp"
 #include "policy/row_math.hpp"
 #include "policy/softmax.hpp"
 
@@ -95,11 +95,11 @@ struct Search {
 };
 
 // direction = residual / diagonal + by * direction
-void turn(const ExecutionSpace& exec, float by, const Search& search) {
+void update_direction(const ExecutionSpace& exec, float by, const Search& search) {
   const auto dim = static_cast<std::int64_t>(search.added.extent(1));
   const Search s = search;
   Kokkos::parallel_for(
-      "kvzap::fit::turn", PolicyRange(exec, 0, static_cast<std::int64_t>(s.added.size())),
+      "kvzap::fit::direction", PolicyRange(exec, 0, static_cast<std::int64_t>(s.added.size())),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t k = i / dim, d = i % dim;
         s.direction(k, d) = s.residual(k, d) / s.diagonal(k) + by * s.direction(k, d);
@@ -142,7 +142,7 @@ double advance(const ExecutionSpace& exec, float by, const Search& search) {
 
 /// Finds what to add to the values: X of (S^T S + w I) X = S^T M, for shares S (query, row), by
 /// conjugate gradients for all columns of X at once, scaled by the diagonal. Keeps its memory.
-class FitSearch {
+class ConjugateGradients {
  public:
   /// added (row, dim) = X. missing: M (query, dim). ridge: w over the mean of the diagonal of S^T
   /// S.
@@ -152,14 +152,16 @@ class FitSearch {
     const auto rows = static_cast<std::int64_t>(shares.extent(1));
     const auto dim = static_cast<std::int64_t>(missing.extent(1));
     base::reserve_scratch(m_diagonal, rows, "kvzap::fit::diagonal");
-    const Search search = {added, room(m_residual, rows, dim), room(m_direction, rows, dim),
-                           room(m_product, rows, dim),
+    const Search search = {added, scratch_matrix(m_residual, rows, dim),
+                           scratch_matrix(m_direction, rows, dim),
+                           scratch_matrix(m_product, rows, dim),
                            Kokkos::subview(m_diagonal, std::make_pair(std::int64_t{0}, rows))};
     const float weight = set_diagonal(exec, shares, ridge, search.diagonal);
     // S^T S costs queries * rows^2 operations once, and then rows^2 * dim a step; without it a step
     // takes 2 * queries * rows * dim.
     const bool squares = rows * (queries + search_steps * dim) < 2 * search_steps * queries * dim;
-    const Matrix between = room(m_between, squares ? rows : queries, squares ? rows : dim);
+    const Matrix between =
+        scratch_matrix(m_between, squares ? rows : queries, squares ? rows : dim);
     if (squares) linalg::multiply_tn(exec, 1, shares, shares, 0, between);
 
     for (const Matrix& each : {added, search.direction, search.product}) {
@@ -167,7 +169,7 @@ class FitSearch {
     }
     linalg::multiply_tn(exec, 1, shares, missing, 0, search.residual);
     double before = advance(exec, 0, search);
-    turn(exec, 0, search);
+    update_direction(exec, 0, search);
     for (int step = 0; step < search_steps && before > 0; ++step) {
       if (squares) {
         linalg::multiply_nn(exec, 1, between, search.direction, 0, search.product);
@@ -178,13 +180,13 @@ class FitSearch {
       const double along = finish_product(exec, weight, search);
       if (!(along > 0)) return;  // also for NaN
       const double now = advance(exec, static_cast<float>(before / along), search);
-      turn(exec, static_cast<float>(now / before), search);
+      update_direction(exec, static_cast<float>(now / before), search);
       before = now;
     }
   }
 
  private:
-  static Matrix room(linalg::Vector& memory, std::int64_t rows, std::int64_t columns) {
+  static Matrix scratch_matrix(linalg::Vector& memory, std::int64_t rows, std::int64_t columns) {
     base::reserve_scratch(memory, rows * columns, "kvzap::fit::search");
     return Matrix(memory.data(), rows, columns);
   }
@@ -193,10 +195,11 @@ class FitSearch {
 };
 
 struct FitParameters : PolicyParameters {
-  std::int64_t queries = integer("queries", 1024, {1, 1 << 20},
-                                 "queries of the repeat, of a KV head's group together");
-  double ridge = number("ridge", 0.1, {1e-6, 1e6},
-                        "weight of the values as they were, in mean squares of the shares");
+  std::int64_t queries = integer("queries", 1024, {1, 8192},
+                                 "largest number of queries of the repeat, of a KV head's group");
+  double ridge =
+      number("ridge", 0.1, {1e-6, 1e6},
+             "weight of the distance to the original values, relative to the mean squared share");
 };
 
 // values += added, where the sum is finite.
@@ -296,7 +299,7 @@ class ValueFit final : public ValueMerger {
   double m_ridge;
   Mirrored<std::int32_t> m_kept;
   linalg::Vector m_shares, m_missing, m_values, m_added, m_logits;
-  FitSearch m_search;
+  ConjugateGradients m_search;
   MergedValues m_merged;
 };
 
@@ -356,13 +359,16 @@ class FittedPolicy final : public Policy {
   }
 
   MergerMaker context_merger() override {
+    if (m_scores->context_merger()) {
+      throw Error("fit: the policy changes kept values itself; leave out one of the two");
+    }
     return
         [layers = m_layers, ridge = m_ridge] { return std::make_unique<ValueFit>(layers, ridge); };
   }
 
  private:
-  // Takes the queries at positions of the context that are multiples of a number, so that no
-  // result depends on how steps divide into blocks.
+  // Takes the queries of every n-th token of the context, the last of each n, so that no result
+  // depends on how steps divide into blocks, and the last token of a context is there for any n.
   void take(PolicyLayer& layer, const TokenBlock& block) {
     const PolicyLayer::Extents& extents = layer.extents();
     const std::int64_t context = extents.tokens - extents.new_tokens;
@@ -370,13 +376,14 @@ class FittedPolicy final : public Policy {
     FitLayer& own = (*m_layers)[layer.layer()];
     if (layer.heads() == 0) return;
     const std::int64_t group = extents.group, dim = extents.head_dim;
-    const std::int64_t every = (context * group + m_queries - 1) / m_queries;
+    const std::int64_t wanted = std::max<std::int64_t>(1, m_queries / group);  // tokens
+    const std::int64_t every = (context + wanted - 1) / wanted;
     if (own.queries.data() == nullptr) {
       own.heads = extents.heads;
       own.group = extents.group;
       own.soft_cap = extents.soft_cap;
       own.sinks = extents.sinks;
-      const std::int64_t most = (context + every - 1) / every * group;
+      const std::int64_t most = context / every * group;
       base::before_allocation(static_cast<std::size_t>(layer.heads() * most * dim) * sizeof(float));
       own.queries = decltype(own.queries)(
           Kokkos::view_alloc(Kokkos::WithoutInitializing, "kvzap::fit::queries"), layer.heads(),
@@ -386,9 +393,12 @@ class FittedPolicy final : public Policy {
     const std::int64_t shift = extents.repeats_end - extents.tokens;  // of the cache to the context
     const std::int64_t begin = std::max(block.first + shift, extents.repeats_begin);
     const std::int64_t end = block.first + block.count + shift;
-    const std::int64_t first = (begin + every - 1) / every * every;
+    const std::int64_t first = begin / every * every + every - 1;
     const std::int64_t count = first < end ? (end - first + every - 1) / every : 0;
     if (count == 0) return;
+    if (own.count + count * group > static_cast<std::int64_t>(own.queries.extent(1))) {
+      throw Error("fit: the steps of a repeat overlap; expected each token of the context once");
+    }
     take_queries(layer.exec(), block.queries, {first - shift - block.first, every, count}, own);
   }
 
@@ -401,16 +411,18 @@ class FittedPolicy final : public Policy {
 }  // namespace
 
 /// Attention Matching (Zweiger et al., arXiv 2602.16284) without its biases: see ValueFit. The
-/// queries are those with which the model repeats the context: of each head's group, those at every
-/// n-th position, `queries` of them at most (or one token's, if the group is larger).
+/// queries are those with which the model repeats the context: of each head's group, those of every
+/// n-th token, `queries` of them at most (or those of one token, if the group is larger).
 ///
 /// Deviations: the paper also chooses keys by the queries, and adds a bias to the scores of each
 /// kept row, such that the rows have the mass of all; here the policy chooses, and rows have no
-/// bias. The paper's solution without ridge changes values freely where few queries look.
+/// bias. The paper has no ridge. Where layers share rows, the queries of the layer that stores them
+/// decide.
 ///
-/// Cost: with Q queries, n rows and K that stay, 4 Q n head_dim operations of a head, and at
-/// most 64 Q K head_dim for the search. Memory: 4 Q head_dim bytes for each KV head from the repeat
-/// to the cut; in it, for one head at a time, 4 Q K and the logits of a tile (2 MiB on hosts).
+/// Cost, of a head with n rows of which K stay, and Q queries: 4 Q n head_dim operations, and at
+/// most 68 Q K head_dim for the search. Memory: 4 Q head_dim bytes for each KV head from the repeat
+/// to the cut; in it, for one head at a time, 4 Q K bytes, 5 vectors of K head_dim floats, and the
+/// logits of a tile (2 MiB on hosts, or 16 rows of them).
 ModifierInfo fit() {
   ModifierInfo info;
   info.name = "fit";

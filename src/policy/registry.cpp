@@ -1,6 +1,7 @@
 #include "policy/registry.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -130,6 +131,14 @@ void check_amount(const Budget& budget) {
   }
 }
 
+std::string names_of_repeating_policies() {
+  std::vector<std::string> names;
+  for (const PolicyInfo& info : policies()) {
+    if (info.repeats_context) names.push_back(info.name);
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
 }  // namespace
 
 PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
@@ -168,10 +177,10 @@ PolicyChoice make_policy(const PolicySpec& spec, const Budget& budget,
           info.name, modifier->name));
     }
     if (!info.repeats_context && modifier->needs_repeat) {
-      throw Error(fmt::format(
-          "{}: {} needs the queries with which the model runs the context again; give a policy "
-          "that lets it (kvzip, kvzip-plus, kvcompose)",
-          spec.text, modifier->name));
+      throw Error(
+          fmt::format("{}: {} needs a policy for which the model runs the context again; expected "
+                      "one of {}",
+                      spec.text, modifier->name, names_of_repeating_policies()));
     }
   }
 

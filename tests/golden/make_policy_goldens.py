@@ -276,8 +276,8 @@ class FittedValues:
         begin, end = self.press.start_idx, self.press.end_idx
         if end == 0:  # the context itself
             return
-        every = math.ceil(self.press.context_length * queries.shape[1] / self.queries)
-        tokens = [p - end for p in range(begin, end) if p % every == 0]  # from the end of the repeat
+        every = math.ceil(self.press.context_length / max(1, self.queries // queries.shape[1]))
+        tokens = [p - end for p in range(begin, end) if p % every == every - 1]  # from the end of the repeat
         self.taken[layer].append(queries[:, :, tokens].flatten(1, 2).double())
 
     def apply(self, cache, kept):

@@ -59,7 +59,8 @@ ReadPages read_pages_from_name(const std::string& text);
 struct ContextScores {
   /// Scores of each layer: (head on this rank, position).
   std::vector<Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace>> layers;
-  /// Policy::context_merger.
+  /// Makes the ValueMerger of this policy's cut; empty if values stay as they are. Engine::prune
+  /// takes it whatever the setting's own modifiers are.
   MergerMaker merger;
   /// Seconds of scoring on this rank, with the steps that repeat the context.
   double seconds = 0;

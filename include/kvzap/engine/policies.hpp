@@ -167,7 +167,8 @@ struct PolicyChoice {
   double threshold = 0;
   /// Renumber positions without gaps after the context is pruned, and rotate keys to them.
   bool rerotate = false;
-  /// What rows that stay take up of those that a cut evicts (merge, cam). Empty: nothing.
+  /// What rows that stay take up of those that a cut evicts (merge, cam). Empty: nothing. Values
+  /// that fit changes are those of Policy::context_merger.
   MergerMaker merger;
   /// `merger` works in cuts after the context alone, by the attention that rows have received in
   /// the steps before: CutHead::attention.
@@ -205,8 +206,7 @@ struct ModifierInfo {
   bool is_alone = false;
   /// Works in cuts after the context alone (Pruning::decode).
   bool needs_decode_cuts = false;
-  /// Works by the repeat of the context (PolicyInfo::repeats_context). Policies that repeat it have
-  /// no other modifiers.
+  /// Needs a policy with PolicyInfo::repeats_context, which takes no other modifiers.
   bool needs_repeat = false;
   /// Keeps the budget's shape that belongs to the policy (PolicyInfo::shape).
   bool keeps_shape = false;

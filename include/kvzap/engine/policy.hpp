@@ -184,8 +184,8 @@ class Policy {
   /// called. Collective; called once for each layer, in order.
   virtual Kokkos::View<float**, Kokkos::LayoutRight, MemorySpace> context_scores(
       const ExecutionSpace& exec, const Communicator& comm, int layer);
-  /// With context_scores: returns what changes values in the cut by these scores, if the policy has
-  /// seen more of the repeat than scores. It may outlive the policy. Empty: nothing.
+  /// Returns the maker of a ValueMerger for the cut by context_scores, which may outlive the
+  /// policy; empty if values stay as they are. Called after context_scores.
   virtual MergerMaker context_merger() { return {}; }
 };
 

@@ -129,7 +129,7 @@ Numbers shares_of(const LayerData& data, std::int64_t token, int query_head,
   return shares;
 }
 
-/// Adds the queries of a step at positions of the context that are multiples of `every`.
+/// Adds the queries of a step: of each `every` tokens of the context the last one's.
 void add_queries(Problem& problem, const LayerData& data, int head, int every,
                  const std::vector<std::uint8_t>& keep) {
   std::vector<std::int64_t> all(keep.size()), kept;
@@ -145,7 +145,7 @@ void add_queries(Problem& problem, const LayerData& data, int head, int every,
                           data.value(head, row) + data.head_dim);
   }
   for (std::int64_t p = data.repeats_begin; p < data.repeats_end; ++p) {
-    if (p % every != 0) continue;
+    if (p % every != every - 1) continue;
     for (int member = 0; member < data.group; ++member) {
       const std::int64_t token = data.tokens - (data.repeats_end - p);
       const int query_head = head * data.group + member;
@@ -258,7 +258,7 @@ TEST_P(Fit, ValuesAreTheRidgeRegression) {
   }
 }
 
-// Blocks of a step, heads on other ranks and tiles of logits change nothing.
+// Blocks of a step and heads on other ranks change nothing.
 TEST_P(Fit, DoesNotDependOnTheStep) {
   const LayerData data = repeat_of(300, 3, 300, 2);
   const auto keep = some_rows(300, 0.3, 7);
@@ -272,10 +272,33 @@ TEST_P(Fit, DoesNotDependOnTheStep) {
   }
 }
 
+TEST_P(Fit, LogitsComeInTiles) {
+  const LayerData data = repeat_of(800, 0, 800, 3);  // 798 queries; a host's tile has 654
+  const auto policy = fitted({});
+  FakeLayer(data).observe(*policy, 500);
+  const auto keep = some_rows(800, 0.05, 4);
+  Problem problem;
+  add_queries(problem, data, 1, 3, keep);
+  ASSERT_GT(problem.queries * 800, std::int64_t{1} << 19);
+  expect_near(solution(problem, 5), run(*policy->context_merger()(), data, 1, keep), 3e-4);
+}
+
+// However few queries are asked for, the last token's are there.
+TEST_P(Fit, OneTokenHasQueries) {
+  const LayerData data = repeat_of(40, 7, 40, 4);
+  const auto policy = fitted({1, 5});
+  FakeLayer(data).observe(*policy, 16);
+  const auto keep = some_rows(40, 0.5, 4);
+  Problem problem;
+  add_queries(problem, data, 2, 40, keep);
+  ASSERT_EQ(problem.queries, 4);
+  expect_near(solution(problem, 5), run(*policy->context_merger()(), data, 2, keep), 3e-4);
+}
+
 TEST_P(Fit, SeveralStepsRepeatTheContext) {
   const LayerData first = repeat_of(50, 2, 30, 2), second = repeat_of(50, 30, 50, 2, 1);
   const auto keep = some_rows(50, 0.4, 3);
-  // Every third position: 0, which is not repeated, 3, …, 48.
+  // Positions 2, 5, …, 47.
   const auto policy = fitted({34, 5});
   FakeLayer(first).observe(*policy, 16);
   FakeLayer(second).observe(*policy, 16);
@@ -347,7 +370,7 @@ TEST_P(Fit, RowsThatAreNotFiniteLeaveTheValues) {
 }
 
 TEST_P(Fit, WithoutQueriesNothingChanges) {
-  // No multiple of the distance of queries is among the repeated positions.
+  // Queries would be those at positions 19 and 39.
   const LayerData data = repeat_of(40, 21, 39, 2);
   const auto policy = fitted({4, 1});
   FakeLayer(data).observe(*policy, 64);

@@ -452,7 +452,8 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   refuse("knorm+cam:seed=-1", budget, {}, {"seed", "-1"});
   refuse("knorm+cam", {}, 0.5, {"cam takes up rows that cuts of a budget evict"});
   refuse("knorm+cam+merge", budget, {}, {"cam and merge both change the values of kept rows"});
-  refuse("knorm+fit", budget, {}, {"knorm+fit: fit needs the queries", "kvzip"});
+  refuse("knorm+fit", budget, {},
+         {"knorm+fit: fit needs a policy", "kvzip, kvzip-plus, kvcompose"});
   refuse("kvzip+fit+merge", budget, {}, {"kvzip", "cannot have the modifier merge"});
   refuse("kvzip+fit:queries=0", budget, {}, {"queries", "0"});
   refuse("kvzip+fit:ridge=0", budget, {}, {"ridge", "0"});

@@ -27,7 +27,7 @@ def parser():
         page = {"snapshot": ", or html", "text": ": html"}.get(name, "")
         command.add_argument("-o", "--output", metavar="FILE", help=(
             "a page; html" if name == "text" else f"an image; its ending says of what kind: svg, png, pdf{page}") +
-            f" (default: {name}.{'html' if name == 'text' else 'svg'}, or with the ending of --format)")
+            f" (default: {name}.{'html' if name == 'text' else 'svg'}, or with the ending of --format); - is standard output")
         command.add_argument("--title", metavar="TEXT", help="above the figure, in place of its own title")
         if name != "text":
             command.add_argument("--size", metavar="WxH", help="of the figure in inches, as 3.5x2.6 (default: what the "

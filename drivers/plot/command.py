@@ -9,7 +9,7 @@ import warnings
 
 from .arguments import parser
 from .errors import PlotError, plain, tell
-from .files import is_same_file
+from .files import STDOUT, has_text, is_page, is_same_file
 from .style import use_small_type
 
 
@@ -38,10 +38,8 @@ def settle(options):
     options.size = inches(options.size) if getattr(options, "size", None) else None
     options.format = (getattr(options, "format", None) or "").lower().lstrip(".")
     if options.output is None:
-        is_text = options.command == "text" or getattr(options, "kind", None) == "text"
-        options.output = f"{options.command}.{'html' if is_text else options.format or 'svg'}"
-    is_page = pathlib.Path(options.output).suffix.lower() in (".html", ".htm") and options.command in ("snapshot", "text")
-    if is_page and (options.size or options.format):
+        options.output = f"{options.command}.{'html' if has_text(options) else options.format or 'svg'}"
+    if options.command in ("snapshot", "text") and is_page(options) and (options.size or options.format):
         raise PlotError(f"{'--size' if options.size else '--format'}: expected an image, found the page {options.output}")
 
 
@@ -67,7 +65,7 @@ def draw(options, pyplot):
 
 def save(figure, output, kind=""):
     """Writes an image, or a page, complete or not at all."""
-    kind = kind or pathlib.Path(output).suffix[1:].lower()
+    kind = kind or ("svg" if output == STDOUT else pathlib.Path(output).suffix[1:].lower())
     if not isinstance(figure, str):
         kinds = figure.canvas.get_supported_filetypes()
         if kind not in kinds:
@@ -78,7 +76,7 @@ def save(figure, output, kind=""):
     target = os.path.realpath(output)  # a link stays one
     unfinished = f"{target}.tmp-{os.getpid()}"
     # Devices and pipes, /dev/stdout for instance, are written into rather than replaced.
-    in_place = os.path.exists(output) and not os.path.isfile(output)
+    in_place = output == STDOUT or os.path.exists(output) and not os.path.isfile(output)
     if in_place:
         target = unfinished = output
     try:
@@ -88,12 +86,12 @@ def save(figure, output, kind=""):
             image = io.BytesIO()
             figure.savefig(image, format=kind, metadata=metadata)
             data = image.getvalue()
-        with open(unfinished, "wb") as stream:
+        with open(1 if output == STDOUT else unfinished, "wb", closefd=output != STDOUT) as stream:
             stream.write(data)
         if not in_place:
             os.replace(unfinished, target)
     except OSError as error:
-        raise PlotError(f"{output}: {error.strerror or error}") from None
+        raise PlotError(f"{'standard output' if output == STDOUT else output}: {error.strerror or error}") from None
     finally:
         if not in_place:
             with contextlib.suppress(OSError):
@@ -117,7 +115,7 @@ def main():
         figures = draw(options, pyplot)
         for output, figure in figures.items():
             for file in options.files:
-                if is_same_file(file, output):
+                if output != STDOUT and is_same_file(file, output):
                     raise PlotError(f"--output: {output}: is the input {file} too")
             save(figure, output, options.format)
     except PlotError as error:

@@ -1,10 +1,12 @@
 """Reads the JSON files that kvzap writes and tells their formats apart."""
 import json
 import os
+import pathlib
 import re
 
 from .errors import PlotError, expect
 
+STDOUT = "-"  # as the name of an output
 HDF5_BEGIN = b"\x89HDF\r\n\x1a\n"
 # What writes the files of each format, and which command draws them.
 DRAWN_BY = {
@@ -49,6 +51,18 @@ def is_same_file(one, other):
         return os.path.samefile(one, other)
     except OSError:
         return os.path.realpath(one) == os.path.realpath(other)
+
+
+def has_text(options):
+    """Whether the command draws the text of a snapshot, which only a page shows."""
+    return options.command == "text" or getattr(options, "kind", None) == "text"
+
+
+def is_page(options):
+    """Whether the output is a page of HTML: by its ending, or by what is drawn on standard output."""
+    if options.output == STDOUT:
+        return has_text(options)
+    return pathlib.Path(options.output).suffix.lower() in (".html", ".htm")
 
 
 def file_in(path, name):

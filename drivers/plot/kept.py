@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 from .errors import PlotError, expect, integers, shown
-from .files import HDF5_BEGIN, begins_with, is_same_file, read_report
+from .files import HDF5_BEGIN, STDOUT, begins_with, is_same_file, read_report
 from .snapshot_file import Snapshot, keep_ratios
 from .style import name_ticks
 from .words import amount, setting_words, wrapped
@@ -75,7 +75,7 @@ def mean_ratios(named):
 def write_ratios(ratios, file):
     """Writes the file of +per-head:ratios=FILE, a line for each layer; on standard output if its name is -."""
     text = "[" + ",\n ".join(map(json.dumps, ratios)) + "]\n"
-    if file == "-":
+    if file == STDOUT:
         sys.stdout.write(text)
         return
     try:

@@ -7,6 +7,7 @@ import pathlib
 import re
 
 from .errors import PlotError, plain, tell
+from .files import is_page
 from .page_parts import PAGE_STYLE
 from .snapshot_figures import SnapshotFigures
 from .snapshot_file import Snapshot, keep_ratios, layers_of
@@ -82,7 +83,6 @@ def snapshot_page(options, pyplot, snapshot, layers, notes):
 
 
 def plot_snapshot(options, pyplot):
-    is_page = pathlib.Path(options.output).suffix.lower() in (".html", ".htm")
     if options.bins is not None and options.bins < 1:
         raise PlotError(f"--bins: expected at least 1, found {options.bins}")
     use_small_type(pyplot)
@@ -91,7 +91,7 @@ def plot_snapshot(options, pyplot):
         layers = layers_of(options.layer, snapshot.n_layers)
         if options.output.endswith("/") or os.path.isdir(options.output):
             drawn = snapshot_folder(options, pyplot, snapshot, layers, notes)
-        elif is_page:
+        elif is_page(options):
             check_kind(options, snapshot)
             drawn = snapshot_page(options, pyplot, snapshot, layers, notes)
         else:

@@ -235,6 +235,10 @@ class Plots(PlotCase):
         result = self.plot("kept", report, "--format", "png", "-o", device)
         self.assertTrue(result.out.startswith(b"\x89PNG"), result)
         self.assertTrue(device.is_symlink())
+        for flags, begin in ((["--format", "png"], b"\x89PNG"), ([], b"<?xml")):
+            result = plot("kept", report, *flags, "-o", "-")
+            self.assertEqual((result.code, result.out[:len(begin)]), (0, begin), result)
+        self.assertFalse(pathlib.Path("-").exists())
 
     def cut(self, file, name):
         part = self.folder / name
@@ -555,6 +559,8 @@ class Snapshots(PlotCase):
         one = self.folder / "one.svg"
         self.plot("snapshot", self.snapshot, "--kind", "kept", "-o", one)
         self.assertEqual(one.read_bytes(), (self.folder / "out/kept.svg").read_bytes())
+        page = plot("text", self.snapshot, "-o", "-")
+        self.assertEqual((page.code, page.out), (0, (self.folder / "out/text.html").read_bytes()), page)
 
     def test_what_a_file_lacks(self):
         for arguments, missing, notes in (

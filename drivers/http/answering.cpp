@@ -95,12 +95,12 @@ void Answering::reply_whole() {
   if (!error && !m_exchange->is_done()) return;
   Reply reply;
   if (error) {
-    reply = error_reply(error_status(), *error);
+    reply = error_reply(status_of(*error), error->what, error->field);
   } else {
     reply.body = m_writer->body(m_answers);
   }
   const auto connection = m_connection;
-  end(reply.status, error.value_or(""));
+  end(reply.status, error ? error->what : "");
   connection->reply(std::move(reply));
 }
 
@@ -108,9 +108,9 @@ void Answering::stream() {
   const auto error = m_exchange->error();
   if (error && !m_streams && m_events.empty()) {
     const auto connection = m_connection;
-    const int status = error_status();
-    end(status, *error);
-    return connection->reply(error_reply(status, *error));
+    const int status = status_of(*error);
+    end(status, error->what);
+    return connection->reply(error_reply(status, error->what, error->field));
   }
   std::string text;
   for (const Exchange::Event& event : m_events) {
@@ -127,14 +127,14 @@ void Answering::stream() {
   }
   const bool is_over = error || m_exchange->is_done();
   if (error) {
-    text += m_writer->failure(*error);
+    text += m_writer->failure(error->what);
   } else if (is_over) {
     text += m_writer->finish(m_endings);
   }
   if (!text.empty()) write(text);
   if (!is_over) return;
   const auto connection = m_connection;
-  end(error ? error_status() : ok, error.value_or(""));
+  end(error ? status_of(*error) : ok, error ? error->what : "");
   connection->end_stream();
 }
 
@@ -161,8 +161,8 @@ void Answering::sign_later() {
 }
 
 /// 503 asks the client to try elsewhere: a server that shuts down has not failed.
-int Answering::error_status() const {
-  if (!m_exchange->is_servers_error()) return bad_request;
+int Answering::status_of(const server::RequestError& error) const {
+  if (!error.is_servers) return bad_request;
   return m_drains ? unavailable : server_error;
 }
 

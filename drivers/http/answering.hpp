@@ -50,7 +50,7 @@ class Answering final : public Answer, public std::enable_shared_from_this<Answe
   void write(const std::string& text);
   void end(int status, const std::string& what);
   void sign_later();
-  int error_status() const;
+  int status_of(const server::RequestError& error) const;
 
   server::ApiRequest m_request;
   const server::ServedModel& m_model;

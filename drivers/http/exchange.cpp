@@ -86,10 +86,9 @@ void Exchange::on_end(int choice, const server::Ending& ending) {
   add(std::move(event));
 }
 
-void Exchange::on_error(const std::string& what, bool is_servers) {
+void Exchange::on_error(const server::RequestError& error) {
   std::unique_lock<std::mutex> lock(m_mutex);
-  m_error = what;
-  m_is_servers_error = is_servers;
+  m_error = error;
   wake(std::move(lock));
 }
 
@@ -102,7 +101,7 @@ std::vector<Exchange::Event> Exchange::take() {
   return events;
 }
 
-std::optional<std::string> Exchange::error() const {
+std::optional<server::RequestError> Exchange::error() const {
   const std::lock_guard<std::mutex> lock(m_mutex);
   return m_error;
 }

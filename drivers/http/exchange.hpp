@@ -38,14 +38,13 @@ class Exchange {
                  const std::vector<std::optional<server::TokenLogprobs>>& logprobs);
   void on_embedding(int choice, std::vector<float> vector);
   void on_end(int choice, const server::Ending& ending);
-  void on_error(const std::string& what, bool is_servers);
+  void on_error(const server::RequestError& error);
 
   /// Takes the events since the last call.
   std::vector<Event> take();
   /// Whether all events were taken.
   bool is_done() const { return m_open == 0; }
-  std::optional<std::string> error() const;
-  bool is_servers_error() const { return m_is_servers_error; }
+  std::optional<server::RequestError> error() const;
 
  private:
   void add(Event event);
@@ -60,8 +59,7 @@ class Exchange {
   std::function<void()> m_wake;
   bool m_has_woken = false;
   std::vector<Event> m_events;
-  std::optional<std::string> m_error;
-  bool m_is_servers_error = false;
+  std::optional<server::RequestError> m_error;
 };
 
 /// Passes the answers to one prompt on to the exchange of its request.
@@ -90,9 +88,7 @@ class PromptListener final : public server::Listener {
   void on_end(int choice, const server::Ending& ending) override {
     m_exchange->on_end(m_first + choice, ending);
   }
-  void on_error(const std::string& what, bool is_servers) override {
-    m_exchange->on_error(what, is_servers);
-  }
+  void on_error(const server::RequestError& error) override { m_exchange->on_error(error); }
 
  private:
   std::shared_ptr<Exchange> m_exchange;

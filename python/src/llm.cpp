@@ -255,7 +255,7 @@ class Answers final : public server::Listener {
         stop_reason = name_of(StopReason::stop_id);
     }
   }
-  void on_error(const std::string& what, bool) override { error = what; }
+  void on_error(const server::RequestError& of) override { error = of.what; }
 
   std::vector<TokenId> tokens;
   std::string stop_reason, error;

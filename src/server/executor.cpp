@@ -30,10 +30,12 @@ Executor::Traits Executor::traits_of(const Pruning& pruning) const {
   engine().check(loaded);
   if (!loaded.policy || loaded.is_judged_by_scorer()) return traits;
   const PolicyChoice& choice = *loaded.policy;
-  traits.takes_one = choice.info->repeats_context || !choice.why_once.empty();
+  traits.why_one = choice.info->repeats_context
+                       ? "it has the model run the context again as a whole"
+                       : choice.why_once;
   traits.holds = false;
   traits.takes_parts = engine().takes_parts(loaded);
-  traits.goes_on = pruning.prefill == PrefillMode::sparse && !traits.takes_one &&
+  traits.goes_on = pruning.prefill == PrefillMode::sparse && traits.why_one.empty() &&
                    choice.info->scores_again && !choice.info->has_own_budget && !choice.rerotate;
   traits.answers_go_on = pruning.decode.every > 0 || !choice.make()->needs().every_step;
   return traits;

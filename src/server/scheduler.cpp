@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <kvzap/server/protocol.hpp>
 #include <utility>
 
 #include "base/stopwatch.hpp"
@@ -205,7 +206,7 @@ void Scheduler::Impl::run() {
   finish_storing();
   take_submitted();
   const auto end = [&](Sequence& sequence) {
-    fail(*sequence.job, "the server is shutting down", true);
+    fail(*sequence.job, {"the server is shutting down", true});
   };
   for (const auto& sequence : m_waiting) end(*sequence);
   for (const auto& sequence : m_running) end(*sequence);
@@ -244,7 +245,8 @@ void Scheduler::Impl::prepare(Job& job) const {
   }
   if (job.request.prompt_logprobs && !job.traits.holds && !job.traits.takes_parts &&
       engine.options().pruning.prefill == PrefillMode::dense) {
-    throw Error(
+    throw BadRequest(
+        "echo",
         "echo with logprobs needs a prompt that runs in steps, but the policy takes it as a whole; "
         "set kvzap.prune to \"none\"");
   }
@@ -253,12 +255,12 @@ void Scheduler::Impl::prepare(Job& job) const {
     return segment.kind == Segment::Kind::context;
   });
   job.has_one_context = contexts == 1 && prompt.front().kind == Segment::Kind::context;
-  if (!job.traits.takes_one || contexts < 2) return;
-  throw Error(
-      fmt::format("the policy scores the context as a whole, but the prompt has {} "
-                  "contexts; expected one message of the user, with at most one part before its "
-                  "question",
-                  contexts));
+  if (job.traits.why_one.empty() || contexts < 2) return;
+  throw BadRequest(
+      "kvzap.policy",
+      fmt::format("the policy takes one context, but the prompt has {}: {}; expected one "
+                  "message of the user, with at most one part before its question",
+                  contexts, job.traits.why_one));
 }
 
 void Scheduler::Impl::take_submitted() {
@@ -270,8 +272,11 @@ void Scheduler::Impl::take_submitted() {
   for (std::shared_ptr<Job>& job : submitted) {
     try {
       prepare(*job);
+    } catch (const BadRequest& error) {
+      fail(*job, {error.what(), false, error.field});
+      continue;
     } catch (const Error& error) {
-      fail(*job, error.what(), false);
+      fail(*job, {error.what()});
       continue;
     }
     job->share = m_shares.of(job->request.client);
@@ -318,7 +323,7 @@ void Scheduler::Impl::back_to_queue(std::unique_ptr<Sequence> sequence) {
   m_waiting.insert(place, std::move(sequence));
 }
 
-void Scheduler::Impl::fail(Job& job, const std::string& what, bool is_servers) {
+void Scheduler::Impl::fail(Job& job, const RequestError& error) {
   if (job.is_dead) return;
   job.is_dead = true;
   {
@@ -330,7 +335,7 @@ void Scheduler::Impl::fail(Job& job, const std::string& what, bool is_servers) {
         [&](const auto& sequence) { return sequence && sequence->job.get() == &job; });
     leave_queue(job);
   }
-  job.listener->on_error(what, is_servers);
+  job.listener->on_error(error);
 }
 
 void Scheduler::Impl::drop_dead() {

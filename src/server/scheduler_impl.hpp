@@ -60,7 +60,7 @@ class Scheduler::Impl {
   void leave_queue(Job& job);
   void check_room(const std::vector<std::shared_ptr<Job>>& jobs) const;
   void back_to_queue(std::unique_ptr<Sequence> sequence);
-  void fail(Job& job, const std::string& what, bool is_servers);
+  void fail(Job& job, const RequestError& error);
   void drop_dead();
   Outcome carry_out(Plan& plan);
   std::vector<int> take_frees(const Plan& plan);

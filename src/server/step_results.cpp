@@ -72,7 +72,7 @@ void Scheduler::Impl::take_not_made(const std::vector<int>& handles) {
   if (!m_running.empty()) {
     m_is_full = !has_freed;
   } else if (!has_freed && job) {
-    fail(*job, "the server has no memory for the ring of one sequence", true);
+    fail(*job, {"the server has no memory for the ring of one sequence", true});
   }
 }
 
@@ -82,7 +82,7 @@ void Scheduler::Impl::take_lost(Sequence& sequence) {
   if (free_prefix() || m_running.size() > 1) {
     preempt(sequence);
   } else {
-    fail(*sequence.job, too_long, false);
+    fail(*sequence.job, {too_long});
   }
 }
 
@@ -95,13 +95,13 @@ void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
                    });
   if (m_omits_drafts) return;
   if (outcome.out_of_memory) {
-    if (!make_room()) fail(*m_running.front()->job, too_long, false);
+    if (!make_room()) fail(*m_running.front()->job, {too_long});
     return;
   }
   if (!outcome.failure.empty()) {
     for (Sequence* const sequence : in_step) {
       sequence->handle = -1;  // freed
-      fail(*sequence->job, outcome.failure, true);
+      fail(*sequence->job, {outcome.failure, true});
     }
     return;
   }
@@ -114,7 +114,7 @@ void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
     const auto failure = outcome.failures.find(span.handle);
     if (failure != outcome.failures.end()) {
       sequence.handle = -1;  // freed
-      fail(*sequence.job, failure->second, false);
+      fail(*sequence.job, {failure->second});
       continue;
     }
     if (is_in(outcome.lost, span.handle)) {
@@ -127,7 +127,7 @@ void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
     try {
       advance(sequence, done, outcome.results[s]);
     } catch (const std::exception& error) {
-      fail(*sequence.job, error.what(), true);
+      fail(*sequence.job, {error.what(), true});
     }
   }
 }
@@ -200,7 +200,7 @@ void Scheduler::Impl::pool(Sequence& sequence, const StepResult& result) {
   if (std::all_of(vector.begin(), vector.end(), [](float x) { return std::isfinite(x); })) {
     return job.listener->on_embedding(std::move(vector));
   }
-  fail(job, "the hidden states of the prompt are not finite", true);
+  fail(job, {"the hidden states of the prompt are not finite", true});
 }
 
 /// Reports the log probabilities of a prompt's tokens: those of a span, except for its first, and
@@ -361,16 +361,15 @@ void Scheduler::Impl::draw(Sequence& sequence, const StepResult& result) {
   try {
     token = sequence.said->draw(result);
   } catch (const Error& error) {  // of its grammar
-    return fail(job, error.what(), false);
+    return fail(job, {error.what()});
   }
   // The model's own logits may be valid: the request forbids all tokens, or has extreme penalties.
   if (token < 0 && Sampler({})(result.logits) >= 0) {
-    return fail(job,
-                "no token is left that may follow: a grammar, min_tokens, logit_bias and penalties "
-                "forbid all",
-                false);
+    return fail(
+        job, {"no token is left that may follow: a grammar, min_tokens, logit_bias and penalties "
+              "forbid all"});
   }
-  if (token < 0) return fail(job, "no token can be sampled: logits are not finite", true);
+  if (token < 0) return fail(job, {"no token can be sampled: logits are not finite", true});
   sequence.said->append(token);
   const auto before = std::exchange(sequence.last_token, base::Clock::now());
   {

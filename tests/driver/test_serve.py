@@ -1498,9 +1498,16 @@ class Policies(ServerTest):
             error = self.check_error(server.request("POST", CHAT, {**ASK, "kvzap": wish}), 400, param)
             self.assertIn(words, error["message"])
         turns = [*ASK["messages"], {"role": "assistant", "content": "It is 5."}, {"role": "user", "content": "Really?"}]
-        wish = {"policy": "kvzip", "evict_ratio": 0.5}
-        error = self.check_error(server.request("POST", CHAT, {"messages": turns, "kvzap": wish}), 400)
-        self.assertIn("scores the context as a whole", error["message"])
+        for policy, reason in (
+            ("kvzip", "the model run the context again"),
+            ("h2o+critical", "from its earlier scores, which critical replaces"),
+            ("h2o+rerotate", "by their age, which the new positions of rerotate do not tell"),
+        ):
+            wish = {"policy": policy, "evict_ratio": 0.5}
+            reply = server.request("POST", CHAT, {"messages": turns, "kvzap": wish})
+            message = self.check_error(reply, 400, "kvzap.policy")["message"]
+            self.assertIn("takes one context, but the prompt has 2: it ", message)
+            self.assertIn(reason, message)
         self.stop(server)
         server = self.start("--dtype", "f32", "--request-policies", "off")
         reply = server.request("POST", CHAT, {**ASK, "kvzap": {"policy": "snapkv", "evict_ratio": 0.5}})

@@ -395,7 +395,7 @@ int Serving::answer_own(Scheduler& scheduler, const Executor& executor) {
     std::string error;
     bool on_token(int, TokenId, const server::TokenLogprobs*) override { return true; }
     void on_end(int, const server::Ending&) override {}
-    void on_error(const std::string& what, bool) override { error = what; }
+    void on_error(const server::RequestError& of) override { error = of.what; }
   };
   const std::string kind =
       m_store->kind_of(executor.standard(), executor.engine().options().page_format);

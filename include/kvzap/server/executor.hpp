@@ -7,6 +7,7 @@
 #include <kvzap/server/engine_set.hpp>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace kvzap::server {
@@ -22,10 +23,10 @@ class Executor {
  public:
   /// Abilities of a sequence that depend on its pruning.
   struct Traits {
-    bool holds = true;       // a context may run in several steps, judged then (Engine::can_hold)
-    bool goes_on = true;     // more context may follow a state that other sequences are forked from
-    bool takes_one = false;  // the policy scores one context as a whole, so that there is only one
-    bool drafts = false;     // a step can check drafts (Engine::why_no_drafts)
+    bool holds = true;    // a context may run in several steps, judged then (Engine::can_hold)
+    bool goes_on = true;  // more context may follow a state that other sequences are forked from
+    std::string why_one;  // why the policy takes one context alone; empty: it takes several
+    bool drafts = false;  // a step can check drafts (Engine::why_no_drafts)
     bool drafts_packed = false;  // the same if pages store quantised rows
     bool takes_parts = false;    // a policy takes a context in several steps (Engine::takes_parts)
     bool answers_go_on = true;   // more context may follow an answer, too

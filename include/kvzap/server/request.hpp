@@ -114,6 +114,15 @@ struct Ending {
   std::shared_ptr<const KeptTokens> kept;
 };
 
+/// Why a request has no answer.
+struct RequestError {
+  std::string what;
+  /// The server is at fault, not the request.
+  bool is_servers = false;
+  /// The request's field that is at fault; "": none, or not known.
+  std::string field = {};
+};
+
 /// Receives the answers to a request. The scheduler's thread calls it, so it must return quickly.
 class Listener {
  public:
@@ -132,9 +141,8 @@ class Listener {
   virtual void on_embedding(std::vector<float> /*vector*/) {}
   /// Receives the end of answer `choice`.
   virtual void on_end(int choice, const Ending& ending) = 0;
-  /// Receives an error. Nothing else follows. `is_servers`: the server is at fault, not the
-  /// request.
-  virtual void on_error(const std::string& what, bool is_servers) = 0;
+  /// Receives an error. Nothing else follows.
+  virtual void on_error(const RequestError& error) = 0;
 };
 
 }  // namespace kvzap::server

@@ -40,7 +40,7 @@ struct Answered final : Listener {
     return true;
   }
   void on_end(int, const Ending&) override { has_ended = true; }
-  void on_error(const std::string& what, bool) override { error = what; }
+  void on_error(const RequestError& of) override { error = of.what; }
 };
 
 class FairPrefill : public ::testing::Test {
@@ -63,7 +63,7 @@ class FairPrefill : public ::testing::Test {
   void serve(const Work& work) {
     const auto served = engine();
     Executor executor(*served, {}, [&](const Pruning&) {
-      return Executor::Traits{holds, holds, false};
+      return Executor::Traits{holds, holds, {}};
     });
     if (comm.is_root()) {
       Scheduler scheduler(executor, scheduling);

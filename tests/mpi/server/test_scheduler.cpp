@@ -100,7 +100,7 @@ struct Heard final : Listener {
   }
   void on_embedding(std::vector<float> pooled) override { vector = std::move(pooled); }
   void on_end(int choice, const Ending& ending) override { endings[choice] = ending; }
-  void on_error(const std::string& what, bool) override { error = what; }
+  void on_error(const RequestError& of) override { error = of.what; }
 };
 
 struct Asked {
@@ -173,7 +173,7 @@ class SchedulerTest : public ::testing::Test {
   void serve(const Work& work) {
     const auto served = engine();
     Executor executor(*served, {}, [&](const Pruning&) {
-      return Executor::Traits{holds, holds, false, true, true};
+      return Executor::Traits{holds, holds, {}, true, true};
     });
     if (comm.is_root()) {
       Scheduler scheduler(executor, scheduling);
@@ -1039,7 +1039,8 @@ TEST_F(SchedulerTest, RequestsMayHavePoliciesOfTheirOwn) {
   scheduler.submit(request, two);
   while (scheduler.step()) {
   }
-  EXPECT_NE(two->error.find("has 2 contexts"), std::string::npos) << two->error;
+  EXPECT_NE(two->error.find("takes one context, but the prompt has 2"), std::string::npos)
+      << two->error;
   EXPECT_EQ(other->tokens[0], cases[0].expected[0].tokens);
   scheduler.drain();
   scheduler.run();

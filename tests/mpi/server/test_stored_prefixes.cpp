@@ -38,7 +38,7 @@ struct Told final : Listener {
     return true;
   }
   void on_end(int, const Ending& end) override { ending = end; }
-  void on_error(const std::string& what, bool) override { error = what; }
+  void on_error(const RequestError& of) override { error = of.what; }
 };
 
 struct Setting {

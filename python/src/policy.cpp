@@ -259,9 +259,6 @@ std::string add_policy(const nb::object& given, const nb::object& given_name,
   const auto function = as<nb::callable>(given, "function", "a function");
   const std::string name = given_name.is_none() ? name_of(function, given_name)
                                                 : as<std::string>(given_name, "name", "a name");
-  if (name.substr(0, 1) == "-") {  // an option on command lines
-    throw Error("the name of a policy is " + name + "; expected a letter, digit or _ first");
-  }
   NamedFunction named{held(function), recent_of(given_recent),
                       as<bool>(given_by_token, "by_token", "True or False")};
   const EngineLock lock(Wait::interruptibly);  // no engine reads the list

@@ -84,11 +84,8 @@ def test_names_of_others_are_refused(name):
 
 
 def test_bad_arguments(tmp_path):
-    for name in ("a+b", ""):
+    for name in ("a+b", "", "-", "--help"):
         with pytest.raises(kvzap.Error, match="expected letters, digits"):
-            kvzap.add_policy(value_norm, name)
-    for name in ("-", "--help"):
-        with pytest.raises(kvzap.Error, match=f"name of a policy is {name}; expected a letter"):
             kvzap.add_policy(value_norm, name)
     with pytest.raises(TypeError, match="expected a function"):
         kvzap.add_policy("knorm")

@@ -38,8 +38,10 @@ std::deque<PolicyInfo>& all_policies() {
   return all;
 }
 
+/// Whether texts of policies, and command lines, can name a policy so.
 bool is_name(std::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
+  const bool is_option = !text.empty() && text.front() == '-';
+  return !text.empty() && !is_option && std::all_of(text.begin(), text.end(), [](char c) {
     return files::is_letter_or_digit(c) || c == '_' || c == '-';
   });
 }
@@ -50,8 +52,10 @@ const std::deque<PolicyInfo>& policies() { return all_policies(); }
 
 void add_policy(PolicyInfo info) {
   if (!is_name(info.name)) {
-    throw Error(fmt::format("the name of a policy is {}; expected letters, digits, _ and -",
-                            files::abbreviated(info.name)));
+    throw Error(
+        fmt::format("the name of a policy is {}; expected letters, digits, _ and -, and no - "
+                    "first",
+                    files::abbreviated(info.name)));
   }
   if (info.name == "none" || policy::find_named(policies(), info.name) ||
       policy::find_named(modifiers(), info.name)) {

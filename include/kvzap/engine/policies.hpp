@@ -131,8 +131,8 @@ const std::deque<PolicyInfo>& policies();
 
 /// Adds a policy of your own to policies(). Texts of policies, options of the program and requests
 /// to the server then name it as they name the others. Call it before other threads use kvzap.
-/// Throws Error if its name is taken or has other characters than letters, digits, _ and -, or if
-/// it has neither `make` nor `set_up`.
+/// Throws Error if its name is taken, begins with - or has other characters than letters, digits, _
+/// and -, or if it has neither `make` nor `set_up`.
 void add_policy(PolicyInfo info);
 
 /// Learns the tables of a policy from texts, before its first sequence. kvzap::learn_from_texts

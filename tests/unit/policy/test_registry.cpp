@@ -81,7 +81,7 @@ TEST(PolicyList, RefusesNamesThatAreTakenOrCannotBeWritten) {
   for (const char* name : {"snapkv", "ada", "none"}) {
     EXPECT_NE(refusal_of(own_policy(name)).find("exists"), std::string::npos) << name;
   }
-  for (const char* name : {"", "a+b", "a:b", "a@b", "a b"}) {
+  for (const char* name : {"", "a+b", "a:b", "a@b", "a=b", "a,b", "a b", "-", "--help"}) {
     EXPECT_NE(refusal_of(own_policy(name)).find("expected letters"), std::string::npos) << name;
   }
   PolicyInfo unmade = own_policy("unmade");

@@ -71,6 +71,9 @@ class Scheduler::Impl {
   // Plans.
   std::vector<PageFormat> formats_by_turn() const;
   Plan make_plan(const PageFormat& format, std::vector<Sequence*>& in_step);
+  Sequence* next_alone(const PageFormat& format) const;
+  bool is_wanted(const Sequence& sequence) const;
+  void add_spans(const PageFormat& format, Room room, Plan& plan, std::vector<Sequence*>& in_step);
   void estimate(Sequence& sequence);
   bool is_short(const Sequence& sequence) const { return m_order.is_short(sequence.to_read); }
   std::vector<Reader> readers_of(const PageFormat& format, Sequence*& oldest);
@@ -96,6 +99,8 @@ class Scheduler::Impl {
                     const std::vector<Sequence*>& in_step);
   void take_not_made(const std::vector<int>& handles);
   void take_lost(Sequence& sequence);
+  void take_failure(const Plan& plan, const std::string& what,
+                    const std::vector<Sequence*>& in_step);
   void advance(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
   void report_prompt(Sequence& sequence, const PlannedSpan& span, const StepResult& result) const;
   void advance_draft(Sequence& sequence, const PlannedSpan& span, const StepResult& result);
@@ -139,10 +144,11 @@ class Scheduler::Impl {
   std::vector<PlannedTakeBack> m_to_take_back;
   int m_next_handle = 0;
   double m_keep_ratio = 1;
-  PageFormat m_turn;            // of the sequences of the last step
-  bool m_is_asleep = false;     // the other ranks
-  bool m_omits_drafts = false;  // the last step had no memory for them
-  bool m_is_full = false;       // a sequence was preempted, and none has ended since
+  PageFormat m_turn;                  // of the sequences of the last step
+  bool m_is_asleep = false;           // the other ranks
+  bool m_omits_drafts = false;        // the last step had no memory for them
+  const Sequence* m_alone = nullptr;  // alone in the step that is planned
+  bool m_is_full = false;             // a sequence was preempted, and none has ended since
   double m_last_look = -1;
   /// A kept state that shall get a file.
   struct ToStore {

@@ -62,6 +62,7 @@ struct Sequence {
   std::optional<Continuation> said;  // the answer, once it has begun
   std::size_t fed = 0;               // tokens of the answer that have run
   std::int64_t to_read = 0;          // tokens outside kept states; an estimate while it waits
+  std::int64_t alone_until = 0;      // tokens up to which no other sequence shares its steps
   int passed_over = 0;               // steps of others while it was the oldest and got no rows
   base::Clock::time_point last_token;
   bool has_ended = false;
@@ -80,6 +81,8 @@ struct Sequence {
   bool reports_prompt() const {
     return request().prompt_logprobs && !is_prompt_run() && job->reported < job->prompt_tokens;
   }
+  /// Whether a step that it shared has failed at tokens that it has not run since.
+  bool runs_alone() const { return tokens < alone_until; }
   /// Whether a step can check drafts of its answer.
   bool drafts() const {
     return page_format().quantised() ? job->traits.drafts_packed : job->traits.drafts;

@@ -348,7 +348,7 @@ void Scheduler::Impl::estimate(Sequence& sequence) {
 std::vector<Reader> Scheduler::Impl::readers_of(const PageFormat& format, Sequence*& oldest) {
   std::vector<Reader> readers;
   const auto add = [&](Sequence& sequence) {
-    if (sequence.page_format() != format) return;
+    if (sequence.page_format() != format || !is_wanted(sequence)) return;
     const Job& job = *sequence.job;
     readers.push_back({&sequence, job.ticket->id(), sequence.to_read, sequence.left_to_read(),
                        job.share->served});
@@ -427,23 +427,51 @@ void Scheduler::Impl::add_prompts(const PageFormat& format, std::int64_t rows, P
   oldest->passed_over = has_rows ? 0 : oldest->passed_over + 1;
 }
 
-Plan Scheduler::Impl::make_plan(const PageFormat& format, std::vector<Sequence*>& in_step) {
-  Plan plan;
-  Room room{m_options.max_batch_tokens};
-  const auto decoding =
-      std::count_if(m_running.begin(), m_running.end(), [&](const auto& sequence) {
-        return sequence->is_decoding() && sequence->page_format() == format;
-      });
-  // A step of many sequences is limited by arithmetic, and guesses would cost as much as tokens.
-  if (!m_omits_drafts) room.draft = m_options.lookup / std::max<std::int64_t>(1, decoding);
+/// Returns the sequence of a format that runs alone next, if there is one.
+Sequence* Scheduler::Impl::next_alone(const PageFormat& format) const {
+  const auto is_next = [&](const auto& sequence) {
+    return sequence->runs_alone() && sequence->page_format() == format;
+  };
+  const auto running = std::find_if(m_running.begin(), m_running.end(), is_next);
+  if (running != m_running.end()) return running->get();
+  const auto waiting = std::find_if(m_waiting.begin(), m_waiting.end(), is_next);
+  return waiting == m_waiting.end() ? nullptr : waiting->get();
+}
+
+/// Whether a sequence may be in the step that is planned.
+bool Scheduler::Impl::is_wanted(const Sequence& sequence) const {
+  return m_alone ? &sequence == m_alone : !sequence.runs_alone();
+}
+
+/// Adds spans of the sequences that are decoding, then of prompts.
+void Scheduler::Impl::add_spans(const PageFormat& format, Room room, Plan& plan,
+                                std::vector<Sequence*>& in_step) {
   for (const auto& sequence : m_running) {
     if (!sequence->is_decoding() || sequence->page_format() != format) continue;
+    if (!is_wanted(*sequence)) continue;
     add_span(*sequence, room, plan);
     in_step.push_back(sequence.get());
   }
   // Prompts make progress even if many sequences decode.
   add_prompts(format, std::max({room.rows, m_options.max_batch_tokens / 8, std::int64_t{1}}), plan,
               in_step);
+}
+
+Plan Scheduler::Impl::make_plan(const PageFormat& format, std::vector<Sequence*>& in_step) {
+  Plan plan;
+  Room room{m_options.max_batch_tokens};
+  m_alone = next_alone(format);
+  const auto decoding =
+      std::count_if(m_running.begin(), m_running.end(), [&](const auto& sequence) {
+        return sequence->is_decoding() && sequence->page_format() == format;
+      });
+  // A step of many sequences is limited by arithmetic, and guesses would cost as much as tokens.
+  if (!m_omits_drafts) room.draft = m_options.lookup / std::max<std::int64_t>(1, decoding);
+  if (m_alone) add_spans(format, room, plan, in_step);
+  if (in_step.empty()) {
+    m_alone = nullptr;
+    add_spans(format, room, plan, in_step);
+  }
   plan.frees = take_frees(plan);
   return plan;
 }

@@ -86,6 +86,23 @@ void Scheduler::Impl::take_lost(Sequence& sequence) {
   }
 }
 
+/// Fails the sequence of a step that has failed. Several are queued again, and then run alone past
+/// this place: one policy's error must not end the requests that shared its step.
+void Scheduler::Impl::take_failure(const Plan& plan, const std::string& what,
+                                   const std::vector<Sequence*>& in_step) {
+  for (std::size_t s = 0; s < in_step.size(); ++s) {
+    Sequence& sequence = *in_step[s];
+    sequence.handle = -1;  // freed
+    if (in_step.size() == 1) {
+      fail(*sequence.job, {what, true});
+      continue;
+    }
+    sequence.alone_until = sequence.tokens + static_cast<std::int64_t>(plan.spans[s].tokens.size());
+    preempt(sequence);
+  }
+  m_is_full = false;
+}
+
 void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
                                    const std::vector<Sequence*>& in_step) {
   if (!outcome.not_made.empty()) return take_not_made(outcome.not_made);
@@ -98,13 +115,7 @@ void Scheduler::Impl::take_results(const Plan& plan, const Outcome& outcome,
     if (!make_room()) fail(*m_running.front()->job, {too_long});
     return;
   }
-  if (!outcome.failure.empty()) {
-    for (Sequence* const sequence : in_step) {
-      sequence->handle = -1;  // freed
-      fail(*sequence->job, {outcome.failure, true});
-    }
-    return;
-  }
+  if (!outcome.failure.empty()) return take_failure(plan, outcome.failure, in_step);
   const auto is_in = [](const std::vector<int>& list, int handle) {
     return std::find(list.begin(), list.end(), handle) != list.end();
   };

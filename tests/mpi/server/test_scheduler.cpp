@@ -1047,6 +1047,59 @@ TEST_F(SchedulerTest, RequestsMayHavePoliciesOfTheirOwn) {
   EXPECT_EQ(executor.size(), 0);
 }
 
+/// Scores that fail.
+struct Broken final : Policy {
+  void score(PolicyLayer&, const ScoreView&) override { throw AgreedError("broken scores"); }
+};
+
+// A policy's error ends its own request. Others that shared the step run again.
+TEST_F(SchedulerTest, APolicyFailsAlone) {
+  const std::vector<Asked> all = {
+      {some(70), some(4), 30}, {some(9), some(3), 6}, {some(8), some(2), 12}};
+  options.pruning = Pruning::parse("none", options.pruning);
+  const std::vector<Answer> expected = answers_of(all);
+  const auto served = engine();
+  const PolicySetup setup{served->config(), partition, DType::f32, "", comm};
+  const RequestPolicies policies(*served, setup, {});
+  Executor executor(*served, [&](const Pruning& pruning) {
+    LoadedPruning loaded = policies.load(pruning);
+    if (!loaded.policy) return loaded;
+    auto broken = std::make_shared<PolicyChoice>(*loaded.policy);
+    broken->make = [] { return std::make_unique<Broken>(); };
+    loaded.policy = broken;
+    return loaded;
+  });
+  if (!comm.is_root()) return executor.follow();
+  Scheduler scheduler(executor, scheduling);
+  PruneWish wish;
+  wish.policy = "knorm";
+  wish.evict_ratio = 0.5;
+  std::vector<std::shared_ptr<Heard>> heard, failed;
+  const auto submit = [&](const Asked& asked, bool fails) {
+    auto& list = fails ? failed : heard;
+    list.push_back(std::make_shared<Heard>());
+    GenerationRequest request = request_of(asked);
+    if (fails) request.pruning = policies.pruning_of(wish);
+    scheduler.submit(request, list.back());
+  };
+  submit(all[0], false);
+  for (int step = 0; step < 6; ++step) scheduler.step();
+  EXPECT_GT(heard[0]->tokens[0].size(), 0U);  // it decodes
+  for (const bool fails : {true, false, true}) submit(all[1], fails);
+  submit(all[2], false);
+  while (scheduler.step()) {
+  }
+  EXPECT_GT(scheduler.counts().preempted, 0);
+  for (const auto& one : failed) EXPECT_NE(one->error.find("broken scores"), std::string::npos);
+  for (std::size_t i = 0; i < heard.size(); ++i) {
+    EXPECT_EQ(heard[i]->error, "") << i;
+    EXPECT_EQ(heard[i]->tokens[0], expected[i].tokens) << i;
+  }
+  scheduler.drain();
+  scheduler.run();
+  EXPECT_EQ(executor.size(), 0);
+}
+
 // Answers of earlier turns lose rows when the next message is judged, as messages do.
 TEST_F(SchedulerTest, ALaterContextJudgesAnswersToo) {
   const test::SharedFolder folder;

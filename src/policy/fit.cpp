@@ -213,7 +213,7 @@ void add(const ExecutionSpace& exec, const Matrix& added, const Matrix& values) 
       });
 }
 
-/// Fits the values of kept rows (Attention Matching, arXiv 2602.16284, section 3.3). With the
+/// Fits the values of kept rows (Attention Matching, arXiv 2602.16284). With the
 /// queries q of the repeat, shares S(q, k) = softmax over the rows that stay, and a(q) the output
 /// of attention to all rows of the context, the new values V' minimise
 ///
@@ -367,8 +367,8 @@ class FittedPolicy final : public Policy {
   }
 
  private:
-  // Takes the queries of every n-th token of the context, the last of each n, so that no result
-  // depends on how steps divide into blocks, and the last token of a context is there for any n.
+  // Takes the queries of the last of every n tokens of the context, where n is at most its length.
+  // So there are some, and no result depends on how steps divide into blocks.
   void take(PolicyLayer& layer, const TokenBlock& block) {
     const PolicyLayer::Extents& extents = layer.extents();
     const std::int64_t context = extents.tokens - extents.new_tokens;
@@ -416,8 +416,8 @@ class FittedPolicy final : public Policy {
 ///
 /// Deviations: the paper also chooses keys by the queries, and adds a bias to the scores of each
 /// kept row, such that the rows have the mass of all; here the policy chooses, and rows have no
-/// bias. The paper has no ridge. Where layers share rows, the queries of the layer that stores them
-/// decide.
+/// bias. The least squares have a ridge here. Where layers share rows, the queries of the layer
+/// that stores them decide.
 ///
 /// Cost, of a head with n rows of which K stay, and Q queries: 4 Q n head_dim operations, and at
 /// most 68 Q K head_dim for the search. Memory: 4 Q head_dim bytes for each KV head from the repeat

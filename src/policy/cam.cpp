@@ -125,18 +125,23 @@ ModifierInfo cam() {
   info.paper = "CaM, openreview LCTmppB165 (kvpress' CAMPress)";
   info.effect = "in decode, kept values take up shares of evicted ones, drawn by their attention";
   info.needs_decode_cuts = true;
-  info.apply_with<CamParameters>(
-      [](PolicyChoice& choice, const CamParameters& p, const PolicySetup& setup) {
-        if (choice.merger) {
-          throw Error("cam and merge both change the values of kept rows; give one of them");
-        }
-        if (setup.config.row_vectors() == 1) {
-          throw Error(
-              "cam has no meaning here: with latent attention a row has no value beside its key");
-        }
-        choice.merger = [p] { return std::make_unique<CacheMerge>(p); };
-        choice.sums_attention = true;
-      });
+  info.apply_with<CamParameters>([](PolicyChoice& choice, const CamParameters& p,
+                                    const PolicySetup& setup) {
+    if (!choice.budget.has_amount()) {
+      throw Error(
+          "cam takes up rows that cuts of a budget evict; give an evict ratio, a number of tokens "
+          "or a size instead of a threshold, which judges rows one by one");
+    }
+    if (choice.merger) {
+      throw Error("cam and merge both change the values of kept rows; give one of them");
+    }
+    if (setup.config.row_vectors() == 1) {
+      throw Error(
+          "cam has no meaning here: with latent attention a row has no value beside its key");
+    }
+    choice.merger = [p] { return std::make_unique<CacheMerge>(p); };
+    choice.sums_attention = true;
+  });
   return info;
 }
 

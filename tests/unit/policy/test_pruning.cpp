@@ -194,12 +194,6 @@ std::vector<Case> cases() {
        "model generates",
        Pruning::parse("tova+cam@evict-ratio=0.5")},
       {Code::conflict,
-       {Field::threshold, Field::policy},
-       "policy tova with cam needs a budget, one of evict_ratio, keep_tokens and kv_budget, "
-       "instead "
-       "of threshold",
-       Pruning::parse("tova+cam@threshold=0")},
-      {Code::conflict,
        {Field::prune, Field::policy},
        "prune always cannot be combined with policy tova, which cannot judge new tokens one by "
        "one: leave it out, and cut the cache with decode_every N instead",

@@ -450,6 +450,7 @@ TEST_F(MakePolicy, CombinationsWithoutMeaning) {
   refuse("knorm+merge", {}, 0.5, {"merge takes up the rows that a cut evicts"});
   refuse("knorm+cam:window=0", budget, {}, {"window", "0"});
   refuse("knorm+cam:seed=-1", budget, {}, {"seed", "-1"});
+  refuse("knorm+cam", {}, 0.5, {"cam takes up rows that cuts of a budget evict"});
   refuse("knorm+cam+merge", budget, {}, {"cam and merge both change the values of kept rows"});
   refuse("knorm+fit", budget, {},
          {"knorm+fit: fit needs a policy", "kvzip, kvzip-plus, kvcompose"});

@@ -38,7 +38,7 @@ TEST(PolicyList, HasAllNamesOnce) {
   EXPECT_EQ(found, test::policy_names());
   std::set<std::string> names(found.begin(), found.end());
   for (const ModifierInfo& info : modifiers()) EXPECT_TRUE(names.insert(info.name).second);
-  EXPECT_EQ(names.size(), 43u);
+  EXPECT_EQ(names.size(), 44u);
 }
 
 void check_parameters(const std::string& name, const std::vector<PolicyParameter>& parameters) {

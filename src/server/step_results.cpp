@@ -450,7 +450,7 @@ void Scheduler::Impl::end_answers() {
     if (sequence.said) ending.drafts = sequence.said->drafts();
     if (returns_kept(sequence)) ending.kept = kept_tokens(sequence, *counted++);
     m_keep_ratio += newest_share * (1 - report.evict_ratio() - m_keep_ratio);
-    sequence.job->listener->on_end(sequence.choice, ending);
+    // First the counts: who has the answer may ask for them.
     {
       const std::lock_guard<std::mutex> lock(m_mutex);
       const bool is_stop =
@@ -459,6 +459,7 @@ void Scheduler::Impl::end_answers() {
       m_counts.answer_seconds.add(base::seconds_since(sequence.job->start));
       if (--sequence.job->open == 0) ++m_counts.finished;
     }
+    sequence.job->listener->on_end(sequence.choice, ending);
     const Executor::Traits& traits = sequence.job->traits;
     if (m_options.keeps_prefixes && traits.goes_on && traits.answers_go_on &&
         !sequence.request().pooling) {

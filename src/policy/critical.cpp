@@ -8,6 +8,7 @@
 #include "base/simd.hpp"
 #include "linalg/gemm.hpp"
 #include "policy/registry.hpp"
+#include "policy/row_loops.hpp"
 #include "policy/row_math.hpp"
 #include "policy/segments.hpp"
 
@@ -74,22 +75,6 @@ std::int64_t find_open(const ExecutionSpace& exec, const Flags& flags, int head,
       },
       count);
   return count;
-}
-
-// to(i, :) = from(rows(i), :)
-void gather_rows(const ExecutionSpace& exec, const PolicyLayer::RowsView& from,
-                 const OpenRows& rows, const Matrix& to) {
-  const auto dim = static_cast<std::int64_t>(to.extent(1));
-  const std::int64_t items = (dim + columns_per_item - 1) / columns_per_item;
-  Kokkos::parallel_for(
-      "kvzap::critical::gather", Range(exec, 0, to.extent(0) * items),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t first = i % items * columns_per_item;
-        const std::int64_t end = first + columns_per_item < dim ? first + columns_per_item : dim;
-        const float* const source = &from(rows(i / items), 0);
-        float* const target = &to(i / items, 0);
-        for (std::int64_t d = first; d < end; ++d) target[d] = source[d];
-      });
 }
 
 // score = (score + epsilon) * norm for each of `rows`. Scores that are not finite are unchanged.
@@ -250,7 +235,7 @@ class Critical final : public Policy {
     const std::int64_t dim = layer.extents().head_dim;
     base::reserve_scratch(m_values, rows * dim, "kvzap::critical::values");
     const Matrix values(m_values.data(), rows, dim);
-    gather_rows(layer.exec(), layer.values(head), m_open, values);
+    gather_rows(layer.exec(), "kvzap::critical::gather", layer.values(head), m_open.data(), values);
     const std::int64_t hidden = layer.extents().hidden_size;
     const int group = layer.extents().group;
     base::reserve_scratch(m_norms, rows, "kvzap::critical::norms");

@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/host_threads.hpp"
 #include "base/scratch.hpp"
 #include "linalg/gemm.hpp"
-#include "linalg/host/row_kernels.hpp"
 #include "policy/registry.hpp"
 #include "policy/row_math.hpp"
 #include "policy/row_protection.hpp"

@@ -10,6 +10,7 @@
 #include "policy/row_loops.hpp"
 #include "policy/row_math.hpp"
 #include "policy/softmax.hpp"
+#include "policy/window_attention.hpp"
 
 namespace kvzap::policy {
 namespace {
@@ -27,12 +28,17 @@ constexpr int search_steps = 16;
 /// Queries of the repeat in one layer, and how the layer attends.
 struct FitLayer {
   std::vector<int> heads;  // on this rank: index of each head in the model
-  /// (head on this rank, query, head_dim), those of a group side by side.
+  /// (head on this rank, query, head_dim), over sqrt(head_dim), those of a group side by side.
   Kokkos::View<float***, Kokkos::LayoutRight, MemorySpace> queries;
   std::int64_t count = 0;  // queries that are there, of each head
   int group = 1;
   float soft_cap = 0;
   Kokkos::View<const float*, MemorySpace> sinks;  // (query head on this rank), or empty
+
+  float* row(std::int64_t head, std::int64_t query) const {
+    const auto most = static_cast<std::int64_t>(queries.extent(1));
+    return queries.data() + (head * most + query) * static_cast<std::int64_t>(queries.extent(2));
+  }
 };
 
 using FitLayers = std::vector<FitLayer>;
@@ -45,17 +51,6 @@ void take_columns(const ExecutionSpace& exec, const Matrix& all, const std::int3
       exec, "kvzap::fit::columns", static_cast<std::int64_t>(taken.extent(0)),
       KOKKOS_LAMBDA(std::int64_t q) {
         for (std::int64_t k = 0; k < count; ++k) taken(q, k) = all(q, rows[k]);
-      });
-}
-
-// taken(k, ·) = all(rows(k), ·)
-void take_rows(const ExecutionSpace& exec, const ConstMatrix& all, const std::int32_t* rows,
-               const Matrix& taken) {
-  const auto dim = static_cast<std::int64_t>(taken.extent(1));
-  each_row(
-      exec, "kvzap::fit::rows", static_cast<std::int64_t>(taken.extent(0)),
-      KOKKOS_LAMBDA(std::int64_t k) {
-        for (std::int64_t d = 0; d < dim; ++d) taken(k, d) = all(rows[k], d);
       });
 }
 
@@ -245,7 +240,7 @@ class ValueFit final : public ValueMerger {
     const Matrix missing(m_missing.data(), layer.count, dim);
     const Matrix values(m_values.data(), kept, dim), added(m_added.data(), kept, dim);
     attend(head, layer, shares, missing);
-    take_rows(head.exec, head.values, m_kept.device(), values);
+    gather_rows(head.exec, "kvzap::fit::rows", head.values, m_kept.device(), values);
     linalg::multiply_nn(head.exec, -1, shares, values, 1, missing);
     m_search(head.exec, shares, missing, m_ridge, added);
     add(head.exec, added, values);
@@ -275,16 +270,13 @@ class ValueFit final : public ValueMerger {
     const std::int64_t tile =
         std::min(layer.count, std::max<std::int64_t>(1, tokens) * layer.group);
     base::reserve_scratch(m_logits, tile * rows, "kvzap::fit::logits");
-    const float* const queries =
-        layer.queries.data() + local * static_cast<std::int64_t>(layer.queries.extent(1)) * dim;
-    const float scaling = 1 / std::sqrt(static_cast<float>(dim));
     for (std::int64_t first = 0; first < layer.count; first += tile) {
       const std::int64_t count = std::min(tile, layer.count - first);
       const auto part = std::make_pair(first, first + count);
       const Matrix logits(m_logits.data(), count, rows);
       const Matrix of_kept(shares.data() + first * kept, count, kept);
-      linalg::multiply_nt(exec, scaling, ConstMatrix(queries + first * dim, count, dim), head.keys,
-                          0, logits);
+      linalg::multiply_nt(exec, 1, ConstMatrix(layer.row(local, first), count, dim), head.keys, 0,
+                          logits);
       take_columns(exec, logits, m_kept.device(), of_kept);
       for (const Matrix& each : {of_kept, logits}) {
         softmax.logits = each;
@@ -303,29 +295,12 @@ class ValueFit final : public ValueMerger {
   MergedValues m_merged;
 };
 
-/// Tokens of a block: `count` of them, `every` apart.
-struct Places {
-  std::int64_t first = 0, every = 1, count = 0;
-};
-
-// Appends the queries of some tokens to those of a layer.
-void take_queries(const ExecutionSpace& exec, const TokenBlock::QueryView& queries,
-                  const Places& places, FitLayer& layer) {
-  const auto to = layer.queries;
-  const auto heads = static_cast<std::int64_t>(to.extent(0));
-  const auto dim = static_cast<std::int64_t>(to.extent(2));
-  const std::int64_t group = layer.group, before = layer.count;
-  const Places p = places;
-  Kokkos::parallel_for(
-      "kvzap::fit::queries", PolicyRange(exec, 0, p.count * heads * group),
-      KOKKOS_LAMBDA(std::int64_t i) {
-        const std::int64_t token = i / (heads * group), query = i % (heads * group);
-        const std::int64_t place = before + token * group + query % group;
-        for (std::int64_t d = 0; d < dim; ++d) {
-          to(query / group, place, d) = queries(p.first + token * p.every, query, d);
-        }
-      });
-  layer.count += p.count * group;
+/// Returns the queries of every n-th token of a block, `count` in all, from token `first` on.
+TokenBlock::QueryView every_nth(const TokenBlock::QueryView& queries, std::int64_t first,
+                                std::int64_t every, std::int64_t count) {
+  const Kokkos::LayoutStride layout(count, every * queries.stride(0), queries.extent(1),
+                                    queries.stride(1), queries.extent(2), queries.stride(2));
+  return TokenBlock::QueryView(queries.data() + first * queries.stride(0), layout);
 }
 
 /// A policy that repeats the context, and also takes queries of the repeat.
@@ -399,7 +374,13 @@ class FittedPolicy final : public Policy {
     if (own.count + count * group > static_cast<std::int64_t>(own.queries.extent(1))) {
       throw Error("fit: the steps of a repeat overlap; expected each token of the context once");
     }
-    take_queries(layer.exec(), block.queries, {first - shift - block.first, every, count}, own);
+    const auto taken = every_nth(block.queries, first - shift - block.first, every, count);
+    const auto scaling = 1 / std::sqrt(static_cast<float>(dim));
+    for (int head = 0; head < layer.heads(); ++head) {
+      pack_queries(layer.exec(), taken, head, extents.group, scaling,
+                   Matrix(own.row(head, own.count), count * group, dim));
+    }
+    own.count += count * group;
   }
 
   std::unique_ptr<Policy> m_scores;

@@ -1,4 +1,4 @@
-// Loops over rows, and memory that hosts and kernels share, for modifiers that change kept values.
+// Loops over rows, and memory that hosts and kernels share, for modifiers.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include "base/kokkos_compat.hpp"
 #include "base/machine.hpp"
 #include "base/scratch.hpp"
+#include "linalg/gemm.hpp"
 #include "policy/row_math.hpp"
 
 namespace kvzap::policy {
@@ -24,6 +25,23 @@ void each_row(const ExecutionSpace& exec, const char* label, std::int64_t n, con
     return;
   }
   Kokkos::parallel_for(label, PolicyRange(exec, 0, n), work);
+}
+
+/// to(i, :) = from(rows[i], :), for all rows of `to`.
+template <class Index>
+void gather_rows(const ExecutionSpace& exec, const char* label, const linalg::ConstMatrix& from,
+                 const Index* rows, const linalg::Matrix& to) {
+  const auto dim = static_cast<std::int64_t>(to.extent(1));
+  const std::int64_t items = (dim + columns_per_item - 1) / columns_per_item;
+  Kokkos::parallel_for(
+      label, PolicyRange(exec, 0, static_cast<std::int64_t>(to.extent(0)) * items),
+      KOKKOS_LAMBDA(std::int64_t i) {
+        const std::int64_t first = i % items * columns_per_item;
+        const std::int64_t end = first + columns_per_item < dim ? first + columns_per_item : dim;
+        const float* const source = &from(rows[i / items], 0);
+        float* const target = &to(i / items, 0);
+        for (std::int64_t d = first; d < end; ++d) target[d] = source[d];
+      });
 }
 
 /// Memory of kernels, with a copy on the host.

@@ -92,9 +92,9 @@ struct Activated {
 /// rounds both operands to bf16 in the former case. A device unpacks them to their dtype, or reads
 /// a few rows of x as float.
 ///
-/// With weights of 8-bit floats and KVZAP_FP8=on, a device of compute capability 9.0 rounds 32 rows
-/// of x and more to such floats too (multiplies_float8): each x is off by at most 1/16 of its
-/// value, or by 2^-10 of 1/448 of the largest magnitude of its 128 inputs, whichever is more.
+/// With weights of 8-bit floats and KVZAP_FP8=on, devices round 32 rows of x and more to such
+/// floats too (float8_scales): each x is off by at most 1/16 of its value, or by 2^-10 of 1/448 of
+/// the largest magnitude among the inputs that share its scale, whichever is more.
 class LinearMap {
  public:
   /// x (m, k), weights (n, k), bias (n) or empty, y (m, n).

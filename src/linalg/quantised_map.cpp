@@ -118,12 +118,16 @@ void by_unpacked_rows(const ExecutionSpace& exec, const quantised::Matrix& weigh
   }
 }
 
-// y = source + bias, or y += bias if source is empty.
-void finish_float8(const ExecutionSpace& exec, const ConstMatrix& source, const ConstVector& bias,
-                   const Matrix& y) {
+// y = source + bias, or y += bias if source is empty. A product without scales of blocks is first
+// multiplied by those of its rows.
+void finish_float8(const ExecutionSpace& exec, const Float8Product& product,
+                   const ConstMatrix& source, const ConstVector& bias, const Matrix& y) {
   const bool is_copied = source.extent(0) > 0;
   const bool biased = bias.extent(0) > 0;
-  if (!is_copied && !biased) return;
+  const bool scaled = !product.has_blocks();
+  if (!is_copied && !biased && !scaled) return;
+  const float* const of_rows = product.a.scales;
+  const float* const of_columns = product.b.scales;
   const auto columns = static_cast<std::int64_t>(y.extent(1));
   const auto rows = static_cast<std::int64_t>(y.extent(0));
   base::parallel_for(
@@ -131,7 +135,8 @@ void finish_float8(const ExecutionSpace& exec, const ConstMatrix& source, const 
       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(exec, 0, rows * columns),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t m = i / columns, n = i % columns;
-        y(m, n) = (is_copied ? source(m, n) : y(m, n)) + (biased ? bias(n) : 0.0f);
+        const float factor = scaled ? of_rows[m] * of_columns[n] : 1.0f;
+        y(m, n) = (is_copied ? source(m, n) : y(m, n)) * factor + (biased ? bias(n) : 0.0f);
       });
 }
 
@@ -144,7 +149,9 @@ bool LinearMap::by_float8(const ExecutionSpace& exec, const ConstMatrix& x,
   constexpr std::int64_t fewest_rows = 32;
   const quantised::Matrix& matrix = *weights.quantised();
   const auto rows = static_cast<std::int64_t>(x.extent(0));
-  if (rows < fewest_rows || !matrix.has_floats() || !multiplies_float8(exec)) return false;
+  if (rows < fewest_rows) return false;
+  const Float8Scales scales = float8_scales(exec, matrix);
+  if (scales == Float8Scales::none) return false;
   const std::int64_t inputs = matrix.padded_inputs(), outputs = matrix.outputs();
   const std::int64_t at_once =
       std::min(Float8Rows::padded(outputs),
@@ -153,6 +160,7 @@ bool LinearMap::by_float8(const ExecutionSpace& exec, const ConstMatrix& x,
   a.rows = Float8Rows::padded(rows);
   b.rows = at_once;
   a.inputs = b.inputs = inputs;
+  a.block = b.block = scales == Float8Scales::rows ? inputs : float8_block;
   a.codes = base::scratch_of<std::uint8_t>(m_bytes, a.rows * inputs, "kvzap::linear::bytes");
   b.codes = base::scratch_of<std::uint8_t>(m_unpacked, at_once * inputs, "kvzap::linear::unpacked");
   base::reserve_scratch(m_scales, a.n_scales() + b.n_scales(), "kvzap::linear::scales");
@@ -180,9 +188,9 @@ bool LinearMap::by_float8(const ExecutionSpace& exec, const ConstMatrix& x,
     copy_float8(exec, matrix, begin, product.b);
     multiply(exec, product);
     const std::int64_t end = std::min(outputs, begin + at_once);
-    finish_float8(exec, in_place ? ConstMatrix() : ConstMatrix(m_padded.data(), a.rows, at_once),
-                  part_of(bias, begin, end),
-                  Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
+    finish_float8(
+        exec, product, in_place ? ConstMatrix() : ConstMatrix(m_padded.data(), a.rows, at_once),
+        part_of(bias, begin, end), Kokkos::subview(y, Kokkos::ALL, std::make_pair(begin, end)));
   }
   return true;
 }

@@ -300,6 +300,7 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
     matrix->pack(i, rows.data(), host.data());
   });
   release(runs);
+  matrix->find_scales(host.data());
   Kokkos::deep_copy(view, host);
   return matrix;
 }

@@ -50,8 +50,8 @@ class Descriptors {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
     if (biased) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, call.bias);
     if (call.a_scales != nullptr) set_scales(call);
-    place(call.a, call.a_scales != nullptr, m_a);
-    place(call.b, call.b_scales != nullptr, m_b);
+    place(call.a, call.is_float8, m_a);
+    place(call.b, call.is_float8, m_b);
     place(call.d, false, m_d);
   }
 
@@ -202,9 +202,11 @@ bool has_algorithm(const Kokkos::Cuda& exec, const Float8Product& product) {
   return has_algorithm(exec, library_call(product));
 }
 
-bool has_float8_blocks(const Kokkos::Cuda& exec) {
+Float8Scales float8_scales(const Kokkos::Cuda& exec) {
   const cudaDeviceProp& device = exec.cuda_device_prop();
-  return has_block_scales && device.major == 9 && device.minor == 0;
+  const int capability = 10 * device.major + device.minor;
+  if (capability < 89) return Float8Scales::none;
+  return has_block_scales && capability == 90 ? Float8Scales::blocks : Float8Scales::rows;
 }
 
 void multiply(const Kokkos::Cuda& exec, const Float8Product& product) {

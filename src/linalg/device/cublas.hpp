@@ -16,8 +16,8 @@ void multiply(const Kokkos::Cuda& exec, const Product& product);
 /// size asks its heuristics, which takes the host tens of microseconds; the answer is kept.
 bool has_algorithm(const Kokkos::Cuda& exec, const Product& product);
 
-/// Whether the device and cuBLASLt multiply 8-bit floats with a scale for 128 inputs.
-bool has_float8_blocks(const Kokkos::Cuda& exec);
+/// What has a scale in products of 8-bit floats of the device and this cuBLASLt.
+Float8Scales float8_scales(const Kokkos::Cuda& exec);
 /// The same for such products.
 bool has_algorithm(const Kokkos::Cuda& exec, const Float8Product& product);
 void multiply(const Kokkos::Cuda& exec, const Float8Product& product);

@@ -20,25 +20,27 @@ void plain_product(const ExecutionSpace& exec, const Float8Product& product) {
   const Float8Rows a = product.a, b = product.b;
   float* const c = product.c;
   const std::int64_t stride = product.c_stride;
+  const bool has_blocks = product.has_blocks();
   base::parallel_for(
       "kvzap::product::float8", Range(exec, 0, a.rows * b.rows), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t m = i / b.rows, n = i % b.rows;
         const std::uint8_t* const left = a.codes + m * a.inputs;
         const std::uint8_t* const right = b.codes + n * b.inputs;
         float sum = 0;
-        for (std::int64_t l = 0; l < a.inputs / float8_block; ++l) {
+        for (std::int64_t l = 0; l < a.inputs / a.block; ++l) {
           float partial = 0;
-          for (std::int64_t k = l * float8_block; k < (l + 1) * float8_block; ++k) {
+          for (std::int64_t k = l * a.block; k < (l + 1) * a.block; ++k) {
             partial += e4m3_or_nan(left[k]) * e4m3_or_nan(right[k]);
           }
-          sum += partial * a.scales[l * a.rows + m] * b.scales[l * b.rows + n];
+          sum +=
+              has_blocks ? partial * a.scales[l * a.rows + m] * b.scales[l * b.rows + n] : partial;
         }
         c[m * stride + n] = sum;
       });
 }
 
 void clear_rows(const ExecutionSpace& exec, std::int64_t first, const Float8Rows& target) {
-  const std::int64_t rows = target.rows, inputs = target.inputs;
+  const std::int64_t rows = target.rows, inputs = target.inputs, block = target.block;
   std::uint8_t* const codes = target.codes;
   float* const scales = target.scales;
   base::parallel_for(
@@ -46,7 +48,7 @@ void clear_rows(const ExecutionSpace& exec, std::int64_t first, const Float8Rows
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = first + i / inputs, input = i % inputs;
         codes[row * inputs + input] = 0;
-        if (input % float8_block == 0) scales[input / float8_block * rows + row] = 0;
+        if (input % block == 0) scales[input / block * rows + row] = 0;
       });
 }
 
@@ -60,13 +62,18 @@ bool wants_float8() {
   throw Error(fmt::format("KVZAP_FP8 is \"{}\"; expected on or off", name));
 }
 
-bool multiplies_float8([[maybe_unused]] const ExecutionSpace& exec) {
-  if (!wants_float8()) return false;
+Float8Scales float8_scales([[maybe_unused]] const ExecutionSpace& exec,
+                           const quantised::Matrix& weights) {
+  if (!weights.has_floats() || !wants_float8()) return Float8Scales::none;
 #if defined(KOKKOS_ENABLE_CUDA)
-  return cublas::has_float8_blocks(exec);
+  const Float8Scales most = cublas::float8_scales(exec);
 #else
-  return base::runs_on_host && base::machine().on_device();
+  const Float8Scales most = !base::runs_on_host || !base::machine().on_device() ? Float8Scales::none
+                            : weights.has_scales_of_outputs()                   ? Float8Scales::rows
+                                                              : Float8Scales::blocks;
 #endif
+  if (most == Float8Scales::rows && !weights.has_scales_of_outputs()) return Float8Scales::none;
+  return most;
 }
 
 bool has_float8_product([[maybe_unused]] const ExecutionSpace& exec,
@@ -90,17 +97,17 @@ void round_to_float8(const ExecutionSpace& exec,
                      const Float8Rows& target) {
   using Team = Kokkos::TeamPolicy<ExecutionSpace>;
   const auto rows = static_cast<std::int64_t>(x.extent(0));
-  const std::int64_t blocks = target.inputs / float8_block;
+  const std::int64_t block = target.block, blocks = target.inputs / block;
   const Float8Rows to = target;
   base::parallel_for(
       "kvzap::float8::round", Team(exec, static_cast<int>(rows * blocks), Kokkos::AUTO),
       KOKKOS_LAMBDA(const typename Team::member_type& team) {
         const std::int64_t m = team.league_rank() / blocks, l = team.league_rank() % blocks;
-        const std::int64_t first = l * float8_block;
+        const std::int64_t first = l * block;
         float largest = 0;
         Kokkos::parallel_reduce(
-            Kokkos::TeamThreadRange(team, float8_block),
-            [&](int k, float& most) {
+            Kokkos::TeamThreadRange(team, block),
+            [&](std::int64_t k, float& most) {
               const float magnitude = base::math::fabs(x(m, first + k));
               if (magnitude > most) most = magnitude;
             },
@@ -109,8 +116,9 @@ void round_to_float8(const ExecutionSpace& exec,
         if (largest < 0x1p-100f) largest = 0x1p-100f;
         const float factor = float8_most / largest;
         std::uint8_t* const codes = to.codes + m * to.inputs + first;
-        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, float8_block),
-                             [&](int k) { codes[k] = e4m3_code(x(m, first + k) * factor); });
+        Kokkos::parallel_for(Kokkos::TeamThreadRange(team, block), [&](std::int64_t k) {
+          codes[k] = e4m3_code(x(m, first + k) * factor);
+        });
         Kokkos::single(Kokkos::PerTeam(team),
                        [&] { to.scales[l * to.rows + m] = largest / float8_most; });
       });
@@ -148,10 +156,12 @@ void copy_float8(const ExecutionSpace& exec, const quantised::Matrix& weights, s
             }
             *reinterpret_cast<std::uint32_t*>(codes + k) = word;
           }
-          if (group * group_inputs % float8_block == 0) {
-            const std::int64_t l = group * group_inputs / float8_block;
-            to.scales[l * to.rows + row] =
-                reinterpret_cast<const float*>(values + l * scale_bytes(panels.scales))[lane];
+          const std::int64_t input = group * group_inputs;
+          if (input % to.block == 0) {
+            const std::uint8_t* const scales =
+                values + input / panels.block * scale_bytes(panels.scales);
+            to.scales[input / to.block * to.rows + row] =
+                reinterpret_cast<const float*>(scales)[lane];
           }
         });
   }

@@ -9,7 +9,7 @@
 
 namespace kvzap::linalg {
 
-/// Inputs that share a scale.
+/// Inputs that share a scale in blocks.
 inline constexpr int float8_block = 128;
 /// The largest value of e4m3.
 inline constexpr float float8_most = 448;
@@ -39,23 +39,34 @@ KOKKOS_INLINE_FUNCTION float e4m3_or_nan(std::uint8_t code) {
   return quantised::e4m3_value(static_cast<std::int8_t>(code));
 }
 
-/// Room for rows of e4m3, `inputs` each without gaps, whole blocks. Inputs 128 l ... of row i are
-/// multiplied by scales[l * rows + i]: cuBLASLt reads scales in this order.
+/// What has a scale of its own.
+enum class Float8Scales {
+  none,    // this machine multiplies no 8-bit floats
+  blocks,  // 128 inputs of a row: compute capability 9.0
+  rows     // all inputs of a row: 8.9 and newer
+};
+
+/// Room for rows of e4m3, `inputs` each without gaps, whole blocks. Inputs block * l ... of row i
+/// are multiplied by scales[l * rows + i]: cuBLASLt reads scales in this order.
 struct Float8Rows {
   std::uint8_t* codes = nullptr;
   float* scales = nullptr;
   std::int64_t rows = 0, inputs = 0;
+  std::int64_t block = float8_block;  // or inputs
 
   static std::int64_t padded(std::int64_t rows) { return (rows + 15) / 16 * 16; }
-  std::int64_t n_scales() const { return inputs / float8_block * rows; }
+  std::int64_t n_scales() const { return inputs / block * rows; }
 };
 
-/// c (m, n) = a b^T, a (m, k) and b (n, k). The numbers of rows are multiples of 16. Pointers, and
+/// c (m, n) = a b^T, a (m, k) and b (n, k). With a scale for each row c is the product of the codes
+/// alone: its factors come after the sums. The numbers of rows are multiples of 16. Pointers, and
 /// the distance between rows of c, are multiples of 16 bytes.
 struct Float8Product {
   Float8Rows a, b;
   float* c = nullptr;
   std::int64_t c_stride = 0;
+
+  bool has_blocks() const { return a.block < a.inputs; }
 };
 
 /// Bytes of weights that are copied at once. Most matrices fit: parts of outputs would leave
@@ -64,18 +75,19 @@ inline std::int64_t float8_copied_bytes = std::int64_t{64} << 20;
 
 /// Whether the environment has KVZAP_FP8=on. Throws Error for any value other than on and off.
 bool wants_float8();
-/// Whether products of many rows with weights of e4m3 round x to e4m3, too: with KVZAP_FP8=on, on
-/// CUDA devices of compute capability 9.0, whose library has scales for blocks of 128 inputs, and
-/// in the kernels of devices on hosts, for tests.
-bool multiplies_float8(const ExecutionSpace& exec);
+/// How products of many rows with weights of e4m3 round x to e4m3, too, with KVZAP_FP8=on: in
+/// blocks on CUDA devices of compute capability 9.0, whose library has scales for them; by rows on
+/// other devices from 8.9 on, if each output has one scale. The kernels of devices on hosts round
+/// such weights' x by rows and others' in blocks, for tests.
+Float8Scales float8_scales(const ExecutionSpace& exec, const quantised::Matrix& weights);
 
 /// Whether multiply() takes this product: cuBLASLt may lack an algorithm for it.
 bool has_float8_product(const ExecutionSpace& exec, const Float8Product& product);
 /// Computes the product on `exec` without waiting. Elsewhere than on CUDA a plain kernel does.
 void multiply(const ExecutionSpace& exec, const Float8Product& product);
 
-/// Rounds x (m, target.inputs), and makes further rows zero. The largest of a row's 128 inputs
-/// becomes 448. A NaN or an infinity makes its row of products NaN.
+/// Rounds x (m, target.inputs), and makes further rows zero. The largest of the inputs that share a
+/// scale becomes 448. A NaN or an infinity makes its row of products NaN.
 void round_to_float8(const ExecutionSpace& exec,
                      const Kokkos::View<const float**, Kokkos::LayoutRight, MemorySpace>& x,
                      const Float8Rows& target);

@@ -25,10 +25,13 @@ LibraryCall library_call(const Float8Product& p) {
   call.a_transposed = true;
   call.a = {DType::f32, p.b.inputs, p.b.rows, p.b.inputs};
   call.a_data = p.b.codes;
-  call.a_scales = p.b.scales;
   call.b = {DType::f32, p.a.inputs, p.a.rows, p.a.inputs};
   call.b_data = p.a.codes;
-  call.b_scales = p.a.scales;
+  call.is_float8 = true;
+  if (p.has_blocks()) {
+    call.a_scales = p.b.scales;
+    call.b_scales = p.a.scales;
+  }
   call.d = {DType::f32, p.b.rows, p.a.rows, p.c_stride};
   call.d_data = p.c;
   return call;
@@ -41,7 +44,7 @@ std::int64_t columns_of_choice(const LibraryCall& call) {
   std::int64_t step = 1;
   while (16 * step < columns) step *= 2;
   // Scales need columns in multiples of 4.
-  if (call.b_scales != nullptr) step = step < 4 ? 4 : step;
+  if (call.is_float8) step = step < 4 ? 4 : step;
   return (columns + step - 1) / step * step;
 }
 
@@ -62,6 +65,7 @@ int alignment_of(const void* address) {
 LibraryKey key_of(const LibraryCall& call) {
   const auto number = [](auto value) { return static_cast<std::int64_t>(value); };
   return {number(call.a.dtype),
+          number(call.is_float8),
           number(call.a_scales != nullptr),
           number(call.d.dtype),
           number(call.a_transposed),

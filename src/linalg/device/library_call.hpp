@@ -11,7 +11,7 @@ namespace kvzap::linalg {
 
 /// A matrix stored by columns.
 struct StoredMatrix {
-  DType dtype = DType::f32;  // unless the call has scales
+  DType dtype = DType::f32;  // of a and b: unless the call is of 8-bit floats
   std::int64_t rows = 0, columns = 0;
   std::int64_t stride = 0;  // elements from one column to the next
 };
@@ -26,9 +26,10 @@ struct LibraryCall {
   float alpha = 1, beta = 0;
   const void* bias = nullptr;  // of the type of d, or null
   Epilogue epilogue = Epilogue::none;
-  /// a and b are e4m3, and a value of scales multiplies 128 elements of the inner dimension: that
-  /// of row i of op(a) and block l is a_scales[l * d.rows + i], that of column j of op(b) is
-  /// b_scales[l * d.columns + j]. Or null.
+  /// a and b are e4m3.
+  bool is_float8 = false;
+  /// A value multiplies 128 elements of the inner dimension: that of row i of op(a) and block l is
+  /// a_scales[l * d.rows + i], that of column j of op(b) is b_scales[l * d.columns + j]. Or null.
   const float* a_scales = nullptr;
   const float* b_scales = nullptr;
 };
@@ -51,7 +52,7 @@ LibraryCall choice_of(const LibraryCall& call);
 int alignment_of(const void* address);
 
 /// What a chosen algorithm depends on. Equal for calls that may share one.
-using LibraryKey = std::array<std::int64_t, 18>;
+using LibraryKey = std::array<std::int64_t, 19>;
 LibraryKey key_of(const LibraryCall& call);
 
 }  // namespace kvzap::linalg

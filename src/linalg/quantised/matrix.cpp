@@ -202,6 +202,20 @@ void Matrix::pack(std::int64_t number, const std::byte* const* rows, std::uint8_
   std::memset(end, 0, codes - end);
 }
 
+void Matrix::find_scales(const std::uint8_t* data) {
+  m_has_scales_of_outputs = has_floats();
+  for (std::size_t s = 0; s < m_sections.size() && m_has_scales_of_outputs; ++s) {
+    const Panels& panels = m_sections[s].panels;
+    const std::int64_t size = scale_bytes(panels.scales);
+    for (std::int64_t i = 0; i < m_sections[s].n_panels() && m_has_scales_of_outputs; ++i) {
+      const std::uint8_t* const scales = data + m_offsets[s] + i * panels.panel_bytes();
+      for (std::int64_t block = 1; block < panels.inputs / panels.block; ++block) {
+        if (std::memcmp(scales, scales + block * size, size) != 0) m_has_scales_of_outputs = false;
+      }
+    }
+  }
+}
+
 const Section& Matrix::section_of(std::int64_t output) const {
   std::size_t s = 0;
   while (output >= m_sections[s].first + m_sections[s].outputs) ++s;

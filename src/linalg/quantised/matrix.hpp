@@ -68,6 +68,8 @@ class Matrix {
   bool has_floats() const {
     return !m_sections.empty() && is_float(m_sections.front().panels.codes);
   }
+  /// Whether codes are floats and each output has one scale for all inputs, as find_scales found.
+  bool has_scales_of_outputs() const { return m_has_scales_of_outputs; }
   /// Bytes of all panels.
   std::int64_t bytes() const { return m_bytes; }
   /// Panels of all sections; with `together`: runs of so many panels of one section.
@@ -82,6 +84,9 @@ class Matrix {
   /// Packs panel `number` from the stored rows of its outputs, at most 16, to `data` on the host, a
   /// copy of all panels. `rows` points to the blocks of whole rows.
   void pack(std::int64_t number, const std::byte* const* rows, std::uint8_t* data) const;
+
+  /// Reads the scales of all panels, packed to `data` on the host.
+  void find_scales(const std::uint8_t* data);
 
   /// target[i] = W(output, first + i), by columns of x. Hosts only.
   void decode(std::int64_t output, std::int64_t first, std::int64_t count, float* target) const;
@@ -100,6 +105,7 @@ class Matrix {
   // Runs of values of stored rows, at multiples of the largest block: first value and count.
   std::vector<std::pair<std::int64_t, std::int64_t>> m_stored;
   Data m_data;
+  bool m_has_scales_of_outputs = false;
 };
 
 }  // namespace kvzap::linalg::quantised

@@ -86,11 +86,11 @@ struct Room {
   linalg::Vector scales;
   Float8Rows rows;
 
-  Room(std::int64_t count, std::int64_t inputs)
-      : codes("codes", count * inputs), scales("scales", count * inputs / 128) {
+  Room(std::int64_t count, std::int64_t inputs, std::int64_t block = 128)
+      : codes("codes", count * inputs), scales("scales", count * inputs / block) {
     Kokkos::deep_copy(codes, std::uint8_t{77});
     Kokkos::deep_copy(scales, 77.0f);
-    rows = {codes.data(), scales.data(), count, inputs};
+    rows = {codes.data(), scales.data(), count, inputs, block};
   }
   auto host_codes() const {
     return Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), codes);
@@ -104,22 +104,25 @@ struct Room {
 struct Rounded {
   std::vector<int> codes;
   std::vector<float> scales;  // (row, block)
+  std::size_t block;
 
   /// x: whole blocks.
-  explicit Rounded(const std::vector<float>& x) {
-    for (std::size_t first = 0; first < x.size(); first += 128) {
+  explicit Rounded(const std::vector<float>& x, std::size_t shared = 128) : block(shared) {
+    for (std::size_t first = 0; first < x.size(); first += block) {
       float largest = 0x1p-100f;
-      for (int i = 0; i < 128; ++i) {
+      for (std::size_t i = 0; i < block; ++i) {
         if (std::fabs(x[first + i]) > largest) largest = std::fabs(x[first + i]);
       }
       scales.push_back(largest / 448);
-      for (int i = 0; i < 128; ++i) codes.push_back(nearest(x[first + i] * (448 / largest)));
+      for (std::size_t i = 0; i < block; ++i) {
+        codes.push_back(nearest(x[first + i] * (448 / largest)));
+      }
     }
   }
-  double operator[](std::size_t i) const { return value_of(codes[i]) * double{scales[i / 128]}; }
+  double operator[](std::size_t i) const { return value_of(codes[i]) * double{scales[i / block]}; }
 };
 
-TEST(Float8, RowsAreRoundedByBlocks) {
+TEST(Float8, RowsAreRounded) {
   constexpr std::int64_t rows = 7, inputs = 384;
   std::mt19937 random(2);
   std::vector<float> values(rows * inputs);
@@ -135,39 +138,43 @@ TEST(Float8, RowsAreRoundedByBlocks) {
   const auto host = Kokkos::create_mirror_view(x);
   std::copy(values.begin(), values.end(), host.data());
   Kokkos::deep_copy(x, host);
-  const Room room(16, inputs);
   const ExecutionSpace exec;
-  linalg::round_to_float8(exec, x, room.rows);
-  exec.fence();
-  const auto codes = room.host_codes();
-  const auto scales = room.host_scales();
-  const Rounded expected(values);
-  for (std::int64_t m = 0; m < 16; ++m) {
-    for (std::int64_t l = 0; l < 3; ++l) {
-      const float scale = scales(l * 16 + m);  // blocks follow one another, rows within
-      ASSERT_EQ(scale, m < rows ? expected.scales[m * 3 + l] : 0.0f) << m << ' ' << l;
-    }
-    for (std::int64_t k = 0; k < inputs; ++k) {
-      const int wanted = m < rows ? expected.codes[m * inputs + k] : 0;
-      const int found = codes(m * inputs + k);
-      if (wanted == 127) {
-        ASSERT_EQ(found & 127, 127);
-      } else {
-        ASSERT_EQ(found, wanted) << m << ' ' << k;
+  for (const std::int64_t block : {std::int64_t{128}, inputs}) {
+    const Room room(16, inputs, block);
+    linalg::round_to_float8(exec, x, room.rows);
+    exec.fence();
+    const auto codes = room.host_codes();
+    const auto scales = room.host_scales();
+    const Rounded expected(values, block);
+    const std::int64_t blocks = inputs / block;
+    for (std::int64_t m = 0; m < 16; ++m) {
+      for (std::int64_t l = 0; l < blocks; ++l) {
+        const float scale = scales(l * 16 + m);  // blocks follow one another, rows within
+        ASSERT_EQ(scale, m < rows ? expected.scales[m * blocks + l] : 0.0f) << m << ' ' << l;
+      }
+      for (std::int64_t k = 0; k < inputs; ++k) {
+        const int wanted = m < rows ? expected.codes[m * inputs + k] : 0;
+        const int found = codes(m * inputs + k);
+        if (wanted == 127) {
+          ASSERT_EQ(found & 127, 127);
+        } else {
+          ASSERT_EQ(found, wanted) << m << ' ' << k;
+        }
       }
     }
   }
 }
 
-/// Weights of e4m3 with other scales for each output and block, some outputs in sections of their
-/// own.
+/// Weights of e4m3 with other scales for each output, and for each block unless `one_scale`; some
+/// outputs in sections of their own.
 struct Weights {
   std::shared_ptr<quantised::Matrix> matrix;
   std::vector<std::vector<float>> values;  // by columns of x
   std::vector<std::int64_t> places;        // of the columns in panels
 
   Weights(const std::vector<std::int64_t>& parts, std::int64_t stored,
-          const std::vector<std::pair<std::int64_t, std::int64_t>>& columns, std::mt19937& random) {
+          const std::vector<std::pair<std::int64_t, std::int64_t>>& columns, std::mt19937& random,
+          bool one_scale = false) {
     const quantised::Format* const format = quantised::find_format("F8_E4M3");
     std::vector<quantised::Matrix::Part> all;
     std::int64_t outputs = 0;
@@ -185,8 +192,9 @@ struct Weights {
     std::vector<std::vector<std::byte>> rows(outputs);
     for (auto& row : rows) {
       std::vector<float> own;
+      float scale = 0;
       for (std::int64_t block = 0; block < stored / 128; ++block) {
-        const float scale = 1e-3f * (2 + uniform(random));
+        if (block == 0 || !one_scale) scale = 1e-3f * (2 + uniform(random));
         row.resize(row.size() + 132);
         std::byte* const target = row.data() + row.size() - 132;
         std::memcpy(target, &scale, sizeof(scale));
@@ -212,29 +220,48 @@ struct Weights {
       matrix->pack(i, pointers.data() + section->first + panel * quantised::panel_outputs,
                    host.data());
     }
+    matrix->find_scales(host.data());
     Kokkos::deep_copy(data, host);
   }
 };
 
 TEST(Float8, WeightsAreCopiedAsRows) {
   std::mt19937 random(3);
-  const Weights weights({30, 16, 75}, 256, {{0, 256}}, random);
   const ExecutionSpace exec;
-  for (const std::int64_t begin : {0, 16, 32, 96}) {
-    const Room room(48, 256);
-    linalg::copy_float8(exec, *weights.matrix, begin, room.rows);
-    exec.fence();
-    const auto codes = room.host_codes();
-    const auto scales = room.host_scales();
-    for (std::int64_t i = 0; i < 48; ++i) {
-      for (std::int64_t k = 0; k < 256; ++k) {
-        const float wanted = begin + i < 121 ? weights.values[begin + i][k] : 0.0f;
-        const float scale = scales(k / 128 * 48 + i);
-        ASSERT_EQ(scale * static_cast<float>(value_of(codes(i * 256 + k))), wanted)
-            << begin + i << ' ' << k;
+  for (const bool one_scale : {false, true}) {
+    const Weights weights({30, 16, 75}, 256, {{0, 256}}, random, one_scale);
+    const std::int64_t block = one_scale ? 256 : 128;
+    for (const std::int64_t begin : {0, 16, 32, 96}) {
+      const Room room(48, 256, block);
+      linalg::copy_float8(exec, *weights.matrix, begin, room.rows);
+      exec.fence();
+      const auto codes = room.host_codes();
+      const auto scales = room.host_scales();
+      for (std::int64_t i = 0; i < 48; ++i) {
+        for (std::int64_t k = 0; k < 256; ++k) {
+          const float wanted = begin + i < 121 ? weights.values[begin + i][k] : 0.0f;
+          const float scale = scales(k / block * 48 + i);
+          ASSERT_EQ(scale * static_cast<float>(value_of(codes(i * 256 + k))), wanted)
+              << begin + i << ' ' << k;
+        }
       }
     }
   }
+}
+
+TEST(Float8, ScalesOfOutputsAreFound) {
+  std::mt19937 random(6);
+  EXPECT_TRUE(Weights({30, 16}, 384, {{0, 384}}, random, true).matrix->has_scales_of_outputs());
+  // Cut columns hold whole blocks.
+  EXPECT_TRUE(
+      Weights({7}, 384, {{5, 9}, {300, 384}}, random, true).matrix->has_scales_of_outputs());
+  EXPECT_TRUE(Weights({40}, 384, {{3, 100}}, random).matrix->has_scales_of_outputs());
+  EXPECT_FALSE(Weights({40}, 384, {{0, 384}}, random).matrix->has_scales_of_outputs());
+  const quantised::Format* const q8_0 = quantised::find_format("Q8_0");
+  quantised::Matrix integers({{q8_0, 16}}, {{0, 64}});
+  const std::vector<std::uint8_t> panels(integers.bytes());
+  integers.find_scales(panels.data());
+  EXPECT_FALSE(integers.has_scales_of_outputs());
 }
 
 // The library's matrices by columns, and its scales: element (i, j) of op(a) op(b).
@@ -243,18 +270,23 @@ double result_of(const linalg::LibraryCall& call, std::int64_t i, std::int64_t j
   const auto* const b = static_cast<const std::uint8_t*>(call.b_data);
   double sum = 0;
   for (std::int64_t k = 0; k < call.a.rows; ++k) {
-    const std::int64_t l = k / 128;
-    sum += value_of(a[i * call.a.stride + k]) * value_of(b[j * call.b.stride + k]) *
-           double{call.a_scales[l * call.d.rows + i]} *
-           double{call.b_scales[l * call.d.columns + j]};
+    double product = value_of(a[i * call.a.stride + k]) * value_of(b[j * call.b.stride + k]);
+    if (call.a_scales != nullptr) {
+      const std::int64_t l = k / 128;
+      product *= double{call.a_scales[l * call.d.rows + i]};
+      product *= double{call.b_scales[l * call.d.columns + j]};
+    }
+    sum += product;
   }
   return sum;
 }
 
-TEST(Float8, CallsSayWhatTheProductIs) {
+class Float8Call : public ::testing::TestWithParam<int> {};
+
+TEST_P(Float8Call, SaysWhatTheProductIs) {
   if (!base::runs_on_host) GTEST_SKIP() << "reads the memory of a host";
   std::mt19937 random(4);
-  Room a(32, 256), b(48, 256);
+  Room a(32, 256, GetParam()), b(48, 256, GetParam());
   for (Room* room : {&a, &b}) {
     for (std::size_t i = 0; i < room->codes.extent(0); ++i) {
       room->codes(i) = linalg::e4m3_code(400 * uniform(random));
@@ -276,9 +308,9 @@ TEST(Float8, CallsSayWhatTheProductIs) {
     EXPECT_EQ(by_4 % 4, 0);
     EXPECT_EQ(linalg::choice_of(call).d.columns % 4, 0);
   }
-  linalg::LibraryCall plain = call;
-  plain.a_scales = plain.b_scales = nullptr;
-  EXPECT_NE(linalg::key_of(call), linalg::key_of(plain));
+  linalg::LibraryCall other = call;
+  other.a_scales = other.b_scales = call.a_scales == nullptr ? a.scales.data() : nullptr;
+  EXPECT_NE(linalg::key_of(call), linalg::key_of(other));
   const ExecutionSpace exec;
   linalg::multiply(exec, product);
   exec.fence();
@@ -290,6 +322,8 @@ TEST(Float8, CallsSayWhatTheProductIs) {
     ASSERT_EQ(c(m, 48), 0);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(InputsOfAScale, Float8Call, ::testing::Values(128, 256));
 
 // A host's products are kernels of kvzap, which can be counted.
 constexpr int on_host = base::runs_on_host ? 1 : 0;
@@ -335,14 +369,15 @@ class Float8Map : public ::testing::Test {
     exec.fence();
     tools::set_begin_parallel_for_callback(nullptr);
     const auto found = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), wide_y);
-    const bool rounds = rows >= 32 && linalg::multiplies_float8(exec);
+    const linalg::Float8Scales scales = linalg::float8_scales(exec, *weights.matrix);
+    const bool rounds = rows >= 32 && scales != linalg::Float8Scales::none;
     // Tensor cores keep about 14 bits of sums of 8-bit floats.
     const double exact = base::runs_on_host ? 1e-6 : 0x1p-11;
     const std::int64_t padded = weights.matrix->padded_inputs();
     for (std::int64_t m = 0; m < rows; ++m) {
       std::vector<float> own(padded);
       for (std::int64_t k = 0; k < inputs; ++k) own[weights.places[k]] = host_x(m, k);
-      const Rounded rounded(own);
+      const Rounded rounded(own, scales == linalg::Float8Scales::rows ? padded : 128);
       for (std::int64_t n = 0; n < outputs; ++n) {
         double sum = biased ? host_bias(n) : 0.0f, size = 1;
         for (std::int64_t k = 0; k < inputs; ++k) {
@@ -370,9 +405,10 @@ TEST_F(Float8Map, RowsOfAnyNumber) {
   const Weights whole({64}, 256, {{0, 256}}, random);
   const Weights ragged({30, 16, 7}, 256, {{0, 256}}, random);
   const Weights cut({40}, 640, {{100, 130}, {200, 600}}, random);
+  const Weights by_outputs({30, 16, 7}, 640, {{100, 130}, {200, 600}}, random, true);
   for (const std::int64_t rows : {32, 47}) {
     for (const bool biased : {false, true}) {
-      for (const Weights* weights : {&whole, &ragged, &cut}) {
+      for (const Weights* weights : {&whole, &ragged, &cut, &by_outputs}) {
         EXPECT_EQ(check(*weights, rows, biased, 0), on_host);
         EXPECT_EQ(check(*weights, rows, biased, 3), on_host);
       }
@@ -387,22 +423,30 @@ TEST_F(Float8Map, PartsOfOutputs) {
   linalg::float8_copied_bytes = 48 * 256;
   EXPECT_EQ(check(weights, 32, true, 3), 3 * on_host);
   EXPECT_EQ(check(weights, 35, false, 0), 3 * on_host);
+  const Weights by_outputs({30, 91}, 256, {{0, 256}}, random, true);
+  EXPECT_EQ(check(by_outputs, 35, true, 0), 3 * on_host);
   const Weights even({128}, 256, {{0, 256}}, random);
   EXPECT_EQ(check(even, 48, true, 0), 3 * on_host);
 }
 
 TEST_F(Float8Map, OnlyIfAsked) {
+  using linalg::Float8Scales;
   const ExecutionSpace exec;
-  EXPECT_TRUE(linalg::multiplies_float8(exec));
-  base::machine().set_device(false);
-  EXPECT_FALSE(linalg::multiplies_float8(exec));
-  base::machine().set_device(true);
+  const Weights blocks({16}, 256, {{0, 256}}, random);
+  const Weights rows({16}, 256, {{0, 256}}, random, true);
+  if (base::runs_on_host) {
+    EXPECT_EQ(linalg::float8_scales(exec, *blocks.matrix), Float8Scales::blocks);
+    EXPECT_EQ(linalg::float8_scales(exec, *rows.matrix), Float8Scales::rows);
+    base::machine().set_device(false);
+    EXPECT_EQ(linalg::float8_scales(exec, *rows.matrix), Float8Scales::none);
+    base::machine().set_device(true);
+  }
   unsetenv("KVZAP_FP8");
-  EXPECT_FALSE(linalg::multiplies_float8(exec));
+  EXPECT_EQ(linalg::float8_scales(exec, *rows.matrix), Float8Scales::none);
   setenv("KVZAP_FP8", "off", 1);
-  EXPECT_FALSE(linalg::multiplies_float8(exec));
+  EXPECT_EQ(linalg::float8_scales(exec, *rows.matrix), Float8Scales::none);
   setenv("KVZAP_FP8", "maybe", 1);
-  EXPECT_THROW(linalg::multiplies_float8(exec), Error);
+  EXPECT_THROW(linalg::float8_scales(exec, *rows.matrix), Error);
 }
 
 }  // namespace

@@ -271,7 +271,10 @@ void Attention::decode(const ExecutionSpace& exec, const std::vector<Layer>& cac
   (*this)(exec, m_spans, queries, new_keys, new_values, output, options);
 }
 
-void Attention::plan_calls(std::size_t calls) { m_kernels->split.plan_calls(calls); }
+void Attention::plan_calls(std::size_t calls) {
+  m_kernels->device_choice.plan_calls(calls);
+  m_kernels->split.plan_calls(calls);
+}
 
 void Attention::plan(std::size_t number, const std::vector<Span>& spans, const QueryView& queries,
                      const ConstArrayView& new_keys, const ConstArrayView& new_values,
@@ -280,16 +283,22 @@ void Attention::plan(std::size_t number, const std::vector<Span>& spans, const Q
   const attention::AttentionCall call =
       checked_call(spans, queries, new_keys, new_values, output, options);
   if (queries.extent(0) == 0 || call.kv_heads == 0) return;
-  m_kernels->split.plan(number, spans, call);
+  m_kernels->split.plan(number, m_kernels->device_choice.plan(number, spans, call), call);
+  m_kernels->device_choice.release();
 }
 
-void Attention::copy_plans(const ExecutionSpace& exec) { m_kernels->split.copy_plans(exec); }
+void Attention::copy_plans(const ExecutionSpace& exec) {
+  m_kernels->device_choice.copy_plans(exec);
+  m_kernels->split.copy_plans(exec);
+}
 
 void Attention::run_planned(const ExecutionSpace& exec, std::size_t number) {
+  m_kernels->device_choice.run_planned(exec, number);
   m_kernels->split.run_planned(exec, number);
 }
 
 void Attention::add_planned_shape(std::vector<std::int64_t>& shape) const {
+  m_kernels->device_choice.add_shape(shape);
   m_kernels->split.add_shape(shape);
 }
 

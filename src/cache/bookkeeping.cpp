@@ -247,7 +247,7 @@ void Store::upload_all([[maybe_unused]] const ExecutionSpace& exec, Sequence& se
     Kokkos::deep_copy(exec, sequence.table, sequence.host_table);
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }
-  for (const LayerStore& layer : sequence.layers) forget_bounds(exec, layer);
+  for (LayerStore& layer : sequence.layers) forget_bounds(exec, layer);
 }
 
 PagesRef Store::pages_of(const ExecutionSpace& exec, Sequence& sequence, const LayerStore& layer) {

@@ -93,6 +93,8 @@ struct LayerStore {
   // kernels for devices an upper bound: Sequence::bounded has the numbers.
   std::vector<std::int64_t> bounded;
   bool bounded_fewer = false;  // since the last call of bound_pages
+  // Whether `bounded` was exact in that call and no kernel has forgotten bounds since.
+  bool are_bounds_exact = false;
   // With kernels for devices: (head) the first pages that have bounds, and the most that still have
   // them after code of the host has changed rows. Subviews of Sequence::bounded.
   Counts device_bounded, still_bounded;
@@ -278,7 +280,7 @@ class Store {
   void bound_device_pages(Sequence& sequence, LayerStore& layer);
   /// With kernels for devices: forgets the bounds of pages that a layer has no longer, after
   /// device_retained has changed otherwise than by deferred appends.
-  void forget_bounds(const ExecutionSpace& exec, const LayerStore& layer);
+  void forget_bounds(const ExecutionSpace& exec, LayerStore& layer);
 
   // Page lists and lengths for kernels.
   void write_entries(Sequence& sequence, const LayerStore& layer, int head, std::size_t first_page);

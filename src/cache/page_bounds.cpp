@@ -131,7 +131,8 @@ struct Listed {
 
 }  // namespace
 
-void Store::forget_bounds(const ExecutionSpace& exec, const LayerStore& layer) {
+void Store::forget_bounds(const ExecutionSpace& exec, LayerStore& layer) {
+  layer.are_bounds_exact = false;
   if (layer.device_bounded.extent(0) == 0) return;
   bound_fewer(exec, layer.device_bounded, FullPages{layer.device_retained, shape.page_rows});
 }
@@ -160,8 +161,13 @@ void Store::bound_pages(Sequence& sequence, LayerStore& layer) {
 }
 
 void Store::bound_device_pages(Sequence& sequence, LayerStore& layer) {
-  const ExecutionSpace exec = sequence.last.value_or(ExecutionSpace());
   const auto heads = static_cast<int>(layer.pages.size());
+  const auto full = [&](int h) { return layer.retained(h) / shape.page_rows; };
+  // Most steps fill no page.
+  bool are_there = layer.are_bounds_exact && !layer.deferred && !layer.bounded_fewer;
+  for (int h = 0; are_there && h < heads; ++h) are_there = layer.bounded[h] == full(h);
+  if (are_there) return;
+  const ExecutionSpace exec = sequence.last.value_or(ExecutionSpace());
   if (layer.bounded_fewer) {
     using Host = Kokkos::View<const std::int64_t*, Kokkos::HostSpace,
                               Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
@@ -170,7 +176,8 @@ void Store::bound_device_pages(Sequence& sequence, LayerStore& layer) {
     bound_fewer(exec, layer.device_bounded, Listed{layer.still_bounded});
     layer.bounded_fewer = false;
   }
-  for (int h = 0; h < heads; ++h) layer.bounded[h] = layer.retained(h) / shape.page_rows;
+  for (int h = 0; h < heads; ++h) layer.bounded[h] = full(h);
+  layer.are_bounds_exact = !layer.deferred;
   with_value_type(dtype, [&](auto zero) {
     const BoundPages<decltype(zero)> kernel{
         pool.addresses().data(),

@@ -361,7 +361,7 @@ void KVCache::restore(const ExecutionSpace& exec, SequenceId id, const Checkpoin
   if constexpr (!base::runs_on_host) {
     Kokkos::deep_copy(exec, sequence.lengths, sequence.host_lengths);
   }
-  for (const cache::LayerStore& layer : sequence.layers) store.forget_bounds(exec, layer);
+  for (cache::LayerStore& layer : sequence.layers) store.forget_bounds(exec, layer);
 }
 
 std::size_t KVCache::trim() {

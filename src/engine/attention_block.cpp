@@ -250,8 +250,7 @@ bool AttentionBlock::can_plan(const Step& step) const {
   for (int l = 0; l < static_cast<int>(step.config.num_hidden_layers); ++l) {
     if (!step.cache.shape().has_rows(l)) continue;
     if (is_shared(step, l)) return false;  // the host plans what ranks exchange
-    const AttentionExtents extents = this->extents(step, l, step.kv_heads(l));
-    if (extents.chosen_page_rows > 0 || !m_attention.can_plan(extents)) return false;
+    if (!m_attention.can_plan(this->extents(step, l, step.kv_heads(l)))) return false;
   }
   return true;
 }

@@ -166,7 +166,8 @@ class Attention {
   /// places of all rows to the device, and run_planned launches a call: again and again with the
   /// same arguments, as long as the views, the memory of the caches and planned_shape stay the
   /// same. The cache may change between plan and run_planned by KVCache::plan_append alone. Throws
-  /// the errors of the operator.
+  /// the errors of the operator, and Error for spans that read some pages unless reserve() has
+  /// made room for their extents.
   void plan_calls(std::size_t calls);
   void plan(std::size_t number, const std::vector<Span>& spans, const QueryView& queries,
             const ConstArrayView& new_keys, const ConstArrayView& new_values,

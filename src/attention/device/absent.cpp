@@ -35,6 +35,15 @@ const std::vector<AttentionSpan>& DevicePageChoice::operator()(const ExecutionSp
 }
 void DevicePageChoice::reserve(const AttentionExtents&) { fail(); }
 std::size_t DevicePageChoice::scratch_bytes(const AttentionExtents&) { return 0; }
+void DevicePageChoice::plan_calls(std::size_t) { fail(); }
+const std::vector<AttentionSpan>& DevicePageChoice::plan(std::size_t,
+                                                         const std::vector<AttentionSpan>&,
+                                                         const AttentionCall&) {
+  fail();
+}
+void DevicePageChoice::copy_plans(const ExecutionSpace&) { fail(); }
+void DevicePageChoice::run_planned(const ExecutionSpace&, std::size_t) const { fail(); }
+void DevicePageChoice::add_shape(std::vector<std::int64_t>&) const { fail(); }
 
 void PanelAttention::operator()(const ExecutionSpace&, const Span&, const AttentionCall&) {
   fail();

@@ -414,8 +414,9 @@ struct Sequences {
   Decoder decoder;
   std::vector<SequenceId> ids;
 
-  Sequences(const Model& model, Scorer& scorer, const Communicator& comm, const PageFormat& format)
-      : decoder(model, &scorer, comm, 8, 4, nullptr, {format, {}}) {}
+  Sequences(const Model& model, Scorer& scorer, const Communicator& comm, const PageFormat& format,
+            const ReadPages& read = {})
+      : decoder(model, &scorer, comm, 8, 4, nullptr, {format, read}) {}
   void add(const std::vector<TokenId>& context, const StepRule& rule) {
     ids.push_back(decoder.cache().add_sequence());
     step_argmax(decoder, ids.back(), context, rule);
@@ -437,14 +438,23 @@ std::vector<std::int64_t> compare_repeated(const Shape& shape, const Communicato
   const auto some = [&](int begin, int count) {
     return std::vector<TokenId>(tokens.begin() + begin, tokens.begin() + begin + count);
   };
-  for (const auto& [dtype, rows] :
-       {std::pair(DType::f32, RowType::wide), std::pair(DType::bf16, RowType::q8)}) {
+  struct Run {
+    DType dtype;
+    RowType rows;
+    ReadPages read;
+  };
+  const ReadPages all_pages, half{0, 0.5}, three{3, 1};
+  for (const auto& [dtype, rows, read] :
+       {Run{DType::f32, RowType::wide, all_pages}, Run{DType::bf16, RowType::q8, all_pages},
+        Run{DType::f32, RowType::wide, half}, Run{DType::bf16, RowType::q8, three}}) {
+    SCOPED_TRACE(read.all() ? "all pages" : "some pages");
     if (rows != RowType::wide && config.head_dim % 64 != 0) continue;
     const auto model = Model::load(checkpoint.folder.path(), config, dtype, partition, comm.rank());
     auto surrogate =
         Surrogate::load(checkpoint.surrogate.path(), config, partition, comm.rank(), dtype, comm);
     const PageFormat format{rows, rows};
-    Sequences repeated(model, surrogate, comm, format), anew(model, surrogate, comm, format);
+    Sequences repeated(model, surrogate, comm, format, read);
+    Sequences anew(model, surrogate, comm, format, read);
     StepRule rule;
     rule.score = true;
     rule.eviction = {0.0f, 2, true};

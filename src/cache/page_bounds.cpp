@@ -141,6 +141,7 @@ void Store::forget_bounds(const ExecutionSpace& exec, LayerStore& layer) {
 // from each.
 void Store::bound_pages(Sequence& sequence, LayerStore& layer) {
   if (layer.device_bounded.extent(0) > 0) return bound_device_pages(sequence, layer);
+  settle(sequence);  // a page that is not yet full would keep the bounds of what it holds now
   const int heads = static_cast<int>(layer.pages.size());
   std::int64_t most = 0;
   for (int h = 0; h < heads; ++h) {

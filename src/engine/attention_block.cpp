@@ -52,7 +52,8 @@ void AttentionBlock::reserve_attention(const Step& step) {
     if (m_shared && m_shared->splits_spans()) extents.spans *= 3;  // the parts of push_split
     const auto is_same = [&](const AttentionExtents& other) {
       return other.kv_heads == extents.kv_heads && other.group == extents.group &&
-             other.head_dim == extents.head_dim;
+             other.head_dim == extents.head_dim &&
+             other.chosen_page_rows == extents.chosen_page_rows;
     };
     if (std::any_of(all.begin(), all.end(), is_same)) continue;
     all.push_back(extents);

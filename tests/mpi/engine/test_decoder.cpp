@@ -429,10 +429,11 @@ struct Sequences {
 std::vector<std::int64_t> compare_repeated(const Shape& shape, const Communicator& comm) {
   const bool before = base::machine().on_device();
   base::machine().set_device(true);
-  const ModelConfig config = make_config(shape);
+  ModelConfig config = make_config(shape);
+  config.num_hidden_layers = 3;  // the first two read all pages
   const Checkpoint checkpoint(config);
   const auto partition =
-      HeadPartition::even(layers, static_cast<int>(config.num_key_value_heads), comm.size());
+      HeadPartition::even(3, static_cast<int>(config.num_key_value_heads), comm.size());
   const auto tokens = some_tokens(900);
   std::vector<std::int64_t> of_runs;
   const auto some = [&](int begin, int count) {
@@ -492,7 +493,7 @@ std::vector<std::int64_t> compare_repeated(const Shape& shape, const Communicato
       }
     }
     for (std::size_t i = 0; i < anew.ids.size(); ++i) {
-      for (int l = 0; l < layers; ++l) {
+      for (int l = 0; l < 3; ++l) {
         for (int h = 0; h < anew.decoder.cache().shape().heads[l]; ++h) {
           EXPECT_EQ(repeated.decoder.cache().positions(repeated.ids[i], l, h),
                     anew.decoder.cache().positions(anew.ids[i], l, h));

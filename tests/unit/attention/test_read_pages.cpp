@@ -428,7 +428,7 @@ void operate(KVCache& cache, std::mt19937& random) {
     const std::size_t i = random() % ids.size();
     const SequenceId id = ids[i];
     const int layers = static_cast<int>(cache.shape().heads.size());
-    switch (random() % 9) {
+    switch (random() % 12) {
       case 0:
         ids.push_back(cache.fork(exec, id));
         break;
@@ -457,6 +457,39 @@ void operate(KVCache& cache, std::mt19937& random) {
         cache.end_step();
         if (random() % 2 == 0) cache.layer(id, layers - 1);
         cache.take_back(exec, id, 3);
+        break;
+      }
+      case 5: {  // other rows in the same places: lengths do not show it
+        cache.begin_step(exec, {{id, 5}});
+        append<Value>(cache, id, 5, {}, random);
+        cache.end_step();
+        for (int l = 0; l < layers; ++l) cache.layer(id, l);
+        cache.take_back(exec, id, 5);
+        append<Value>(cache, id, 5, {}, random);
+        expect_bounds<Value>(cache, id);
+        break;
+      }
+      case 6: {  // lengths of which the host has upper bounds alone
+        for (int step = 0; step < 6; ++step) {
+          const Rows<Value> rows(1, cache.shape().head_dim, random);
+          for (int l = 0; l < layers; ++l) {
+            cache.append_deferred(exec, id, l, rows.keys.template view<const Value>(),
+                                  rows.values.template view<const Value>(), rows.scores,
+                                  evicting());
+          }
+          expect_bounds<Value>(cache, id);
+        }
+        cache.collect({id});
+        expect_bounds<Value>(cache, id);
+        break;
+      }
+      case 7: {  // as 5, by the host
+        const auto taken = cache.checkpoint(exec, id);
+        append<Value>(cache, id, 7, {}, random);
+        for (int l = 0; l < layers; ++l) cache.layer(id, l);
+        cache.restore(exec, id, taken);
+        append<Value>(cache, id, 7, {}, random);
+        expect_bounds<Value>(cache, id);
         break;
       }
       default:

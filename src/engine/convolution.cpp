@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/host_threads.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "linalg/host/state_space.hpp"
 
@@ -98,10 +99,10 @@ void convolve(const ExecutionSpace& exec, const ConvolutionWeights& weights,
   const auto tokens = static_cast<std::int64_t>(rows.extent(0));
   if (tokens == 0) return;
   if (!base::machine().on_host()) {
-    Kokkos::parallel_for("kvzap::convolve",
-                         Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(
-                             exec, 0, runs.runs * runs.channels),
-                         work);
+    base::parallel_for("kvzap::convolve",
+                       Kokkos::RangePolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>(
+                           exec, 0, runs.runs * runs.channels),
+                       work);
     return;
   }
   constexpr std::int64_t most = linalg::convolution_channels;

@@ -132,14 +132,16 @@ class Decoder {
   };
 
   LayerBlocks blocks_of(const LayerConfig& layer);
+  bool only_launches(const engine::LayerBlock* block) const;
   void run_layers(const ProgressCallback& progress);
   bool can_plan() const;
   bool all_can_plan() const;
   void plan();
-  std::vector<std::int64_t> planned_shape() const;
+  std::vector<std::int64_t> planned_shape();
   std::vector<std::int64_t> plan_with_ranks();
   bool record(engine::RecordedSteps::Recorded& recorded);
   void run_planned();
+  void run_plans();
   void check(const StepBatch& batch) const;
   void begin(const StepBatch& batch);
   void reserve();
@@ -166,6 +168,7 @@ class Decoder {
   void mix_tokens(int layer, const engine::RowRange& rows, const linalg::Matrix& x,
                   const linalg::Matrix& y);
   void count_tokens(int layer, const engine::RowRange& rows);
+  bool counts_tokens(int layer) const;
   void show_layer(int layer);
   void show_input(int layer, const engine::RowRange& rows, const linalg::Matrix& x);
   void score(int layer, const engine::RowRange& rows, const linalg::Matrix& x);

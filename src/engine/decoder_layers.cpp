@@ -32,7 +32,7 @@ void Decoder::pass_layer(int layer, const RowRange& rows) {
     if (read.count() == 0) return;
     if (!config.is_parallel) complete(of_tokens, m_step.weights(layer).attention_out);
   } else {
-    m_step.locally([&] { count_tokens(layer, rows); });
+    count_tokens(layer, rows);
     if (read.count() == 0) return;
     if (m_step.pending.extent(0) > 0) {
       of_tokens = Kokkos::subview(m_step.pending, within, Kokkos::ALL);
@@ -79,6 +79,7 @@ void Decoder::pass_shared_layer(int layer, const RowRange& rows) {
     norm(weights.space_in);
   });
   const Matrix mixed = blocks.beside->run(m_step, layer, rows, z);
+  count_tokens(layer, rows);
   const RowRange read = m_step.read_rows(layer, rows);
   if (read.count() == 0) return;
   const auto within = range(read.begin - rows.begin, read.end - rows.begin);
@@ -157,27 +158,37 @@ void Decoder::mix_tokens(int layer, const RowRange& rows, const Matrix& x, const
   const double multiplier = config.layer(layer).mixing == TokenMixing::delta_net
                                 ? config.delta_net->out_multiplier
                                 : config.attention_out_multiplier;
-  const Matrix of_attention = blocks.tokens->run(m_step, layer, rows, x);
+  const Matrix of_tokens = blocks.tokens->run(m_step, layer, rows, x);
+  if (blocks.beside == nullptr) count_tokens(layer, rows);
   if (m_alt_up && read.count() > 0) {
     // Before the product overwrites x.
     m_step.locally(
         [&] { m_alt_up->augment(m_step, layer, Kokkos::subview(x, within, Kokkos::ALL)); });
   }
-  project(of_attention, weights.o, weights.o_bias, multiplier, y);
+  project(of_tokens, weights.o, weights.o_bias, multiplier, y);
   if (blocks.beside == nullptr) return;
   m_step.rounded = linalg::RoundedRows();  // the product has overwritten them
   const Matrix mixed = blocks.beside->run(m_step, layer, rows, x);
+  count_tokens(layer, rows);
   const Matrix own = Kokkos::subview(x, within, Kokkos::ALL);  // nothing reads x any more
   project(mixed, weights.space_out, weights.space_out_bias, config.state_space->out_multiplier,
           own);
   if (read.count() > 0) m_step.locally([&] { engine::add(m_step.exec, y, own); });
 }
 
-// Counts the tokens of a layer that keeps nothing.
+// Counts the tokens that a layer with a state, or one that keeps nothing, has passed. Those of a
+// planned step are counted once its launches have run, recorded or not.
 void Decoder::count_tokens(int layer, const RowRange& rows) {
-  m_step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
-    m_cache.count_tokens(m_step.spans()[s].sequence, layer, end - begin);
+  if (m_step.is_planned || !counts_tokens(layer)) return;
+  m_step.locally([&] {
+    m_step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+      m_cache.count_tokens(m_step.spans()[s].sequence, layer, end - begin);
+    });
   });
+}
+
+bool Decoder::counts_tokens(int layer) const {
+  return m_cache.shape().has_state(layer) || m_layers[layer].tokens == nullptr;
 }
 
 // The input x of a token mixer: adds what is pending to the residual stream, and norms it.

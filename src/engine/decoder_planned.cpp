@@ -1,5 +1,8 @@
 // Decode steps on devices whose launches are recorded and repeated: what differs from step to step
 // is planned for all layers ahead, and read by kernels from memory.
+#include <algorithm>
+#include <iterator>
+
 #include "base/scratch.hpp"
 #include "engine/decoder.hpp"
 #include "parallel/traffic.hpp"
@@ -22,12 +25,20 @@ bool Decoder::can_plan() const {
   if (m_step.has_scores && !m_scorer->is_repeatable()) return false;
   if (m_inputs || m_alt_up || m_joined || m_step.outcome() != engine::done) return false;
   for (const LayerBlocks& layer : m_layers) {
-    if (layer.tokens != &m_attention) return false;
-    const bool has_own = layer.channels == &m_feed_forward || layer.channels == &m_experts;
-    if ((layer.channels != nullptr && !has_own) || layer.beside != nullptr) return false;
+    if (!only_launches(layer.tokens) || !only_launches(layer.beside)) return false;
+    if (!only_launches(layer.channels)) return false;
   }
   if (m_model.config().experts && !m_experts.by_choices()) return false;
   return base::LaunchGraph::is_available() && m_attention.can_plan(m_step);
+}
+
+// Blocks whose kernels read from memory what differs from step to step, but the places of states,
+// which are part of the shape.
+bool Decoder::only_launches(const engine::LayerBlock* block) const {
+  const engine::LayerBlock* const known[] = {
+      nullptr,        &m_attention,    &m_delta_net, &m_short_convolution,
+      &m_state_space, &m_feed_forward, &m_experts};
+  return std::find(std::begin(known), std::end(known), block) != std::end(known);
 }
 
 // Ranks must have exchanges that do not wait, and must all be able to.
@@ -60,11 +71,21 @@ void Decoder::plan() {
 }
 
 // What decides the launches of the step, and their arguments.
-std::vector<std::int64_t> Decoder::planned_shape() const {
+std::vector<std::int64_t> Decoder::planned_shape() {
   std::vector<std::int64_t> shape{base::memory_moves, m_step.tokens(), m_step.outputs.n_tokens,
                                   m_step.outputs.n_drawn(), m_step.has_scores ? 1 : 0};
   for (const StepBatch::Span& span : m_step.spans()) shape.push_back(span.rule.score ? 1 : 0);
   m_attention.add_planned_shape(shape);
+  // A sequence's states are in one block, and change places with those of the next step.
+  for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
+    if (!m_cache.shape().has_state(l)) continue;
+    for (const StepBatch::Span& span : m_step.spans()) {
+      const auto state = m_cache.state(m_step.exec, span.sequence, l);
+      shape.push_back(reinterpret_cast<std::intptr_t>(state.before.data()));
+      shape.push_back(reinterpret_cast<std::intptr_t>(state.after.data()));
+    }
+    break;
+  }
   return shape;
 }
 
@@ -107,6 +128,19 @@ bool Decoder::record(engine::RecordedSteps::Recorded& recorded) {
 }
 
 void Decoder::run_planned() {
+  run_plans();
+  m_step.locally([&] {
+    for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
+      if (!counts_tokens(l)) continue;
+      for (const StepBatch::Span& span : m_step.spans()) {
+        m_cache.count_tokens(span.sequence, l, span.count);
+      }
+    }
+  });
+}
+
+// Launches the step, by a graph if its shape has come before.
+void Decoder::run_plans() {
   const std::vector<std::int64_t> shape = plan_with_ranks();
   if (m_step.outcome() != engine::done) return;
   engine::RecordedSteps::Recorded* recorded = nullptr;  // null: the launches are not to be recorded

@@ -6,6 +6,7 @@
 
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/softplus.hpp"
 #include "linalg/host/delta_rule.hpp"
@@ -102,7 +103,7 @@ void prepare(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights
     return base::host_for("kvzap::delta_net::prepare", work.parts(), 4 * work.channels_of_head,
                           [=](std::int64_t i) { work.on_host(i); });
   }
-  Kokkos::parallel_for("kvzap::delta_net::prepare", DeltaRange(exec, 0, work.parts()), work);
+  base::parallel_for("kvzap::delta_net::prepare", DeltaRange(exec, 0, work.parts()), work);
 }
 
 /// The form of linalg::delta_rule for devices: one column of a value head's state.
@@ -160,8 +161,8 @@ void update_states(const ExecutionSpace& exec, const DeltaNet& net, const DeltaW
     const DeltaColumn work{rows,      rates, outputs,           fixed_decays,
                            before,    after, config.channels(), key_dim,
                            value_dim, group, value_heads,       decays};
-    return Kokkos::parallel_for("kvzap::delta_net::update",
-                                DeltaRange(exec, 0, value_heads * value_dim), work);
+    return base::parallel_for("kvzap::delta_net::update",
+                              DeltaRange(exec, 0, value_heads * value_dim), work);
   }
   constexpr std::int64_t at_once = linalg::delta_columns;
   const std::int64_t blocks = (value_dim + at_once - 1) / at_once;
@@ -214,7 +215,7 @@ void finish(const ExecutionSpace& exec, const DeltaNet& net, const DeltaWeights&
                                                                   out, dim);
     });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::delta_net::finish", DeltaRange(exec, 0, parts), KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t token = i / heads, first = i % heads * dim;
         float sum = 0;

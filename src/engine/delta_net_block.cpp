@@ -60,7 +60,6 @@ Matrix DeltaNetBlock::run(Step& step, int layer, const RowRange& rows, const Mat
       const auto state = step.cache.state(step.exec, sequence, layer);
       pass_delta_net(step.exec, net, own, block.part(begin - rows.begin, end - rows.begin),
                      state.before, state.after);
-      step.cache.count_tokens(sequence, layer, end - begin);
     });
   });
   if (net.config.kind == DeltaNetConfig::Kind::lightning) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/host_threads.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -46,7 +47,7 @@ void multiply_inputs(const ExecutionSpace& exec, const ConstMatrix& projected, c
                                               count);
                            });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::short_convolution::inputs", ShortRange(exec, 0, static_cast<std::int64_t>(y.size())),
       KOKKOS_LAMBDA(std::int64_t i) {
         const std::int64_t row = i / n, c = i % n;
@@ -62,7 +63,7 @@ void multiply_outputs(const ExecutionSpace& exec, const ConstMatrix& projected, 
                              linalg::multiply(&y(row, first), &projected(row, n + first), count);
                            });
   }
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::short_convolution::outputs", ShortRange(exec, 0, static_cast<std::int64_t>(y.size())),
       KOKKOS_LAMBDA(std::int64_t i) { y(i / n, i % n) *= projected(i / n, n + i % n); });
 }
@@ -97,7 +98,6 @@ Matrix ShortConvolutionBlock::run(Step& step, int layer, const RowRange& rows, c
       const Matrix of_span =
           Kokkos::subview(mixed, range(begin - rows.begin, end - rows.begin), Kokkos::ALL);
       convolve(step.exec, own, runs, of_span, state.before, state.after);
-      step.cache.count_tokens(sequence, layer, end - begin);
     });
     multiply_outputs(step.exec, projected, mixed);
   });

@@ -6,6 +6,7 @@
 
 #include "base/host_threads.hpp"
 #include "base/kokkos_compat.hpp"
+#include "base/launch.hpp"
 #include "base/machine.hpp"
 #include "base/softplus.hpp"
 #include "engine/step_kernels.hpp"
@@ -24,7 +25,7 @@ template <class Work>
 void for_each_of_space(const char* label, const ExecutionSpace& exec, std::int64_t n,
                        std::int64_t weight, const Work& work) {
   if (base::machine().on_host()) return base::host_for(label, n, weight, work);
-  Kokkos::parallel_for(label, SpaceRange(exec, 0, n), work);
+  base::parallel_for(label, SpaceRange(exec, 0, n), work);
 }
 
 void convolve_all(const ExecutionSpace& exec, const StateSpace& space, const SpaceWeights& weights,
@@ -70,7 +71,7 @@ void apply_silu(const ExecutionSpace& exec, const StateSpace& space, const linal
       linalg::silu(&rows(i / parts, first), std::min(at_once, channels - first));
     });
   } else {
-    Kokkos::parallel_for(
+    base::parallel_for(
         "kvzap::state_space::silu", SpaceRange(exec, 0, tokens * channels),
         KOKKOS_LAMBDA(std::int64_t i) {
           float& value = rows(i / channels, i % channels);
@@ -150,8 +151,8 @@ void update_spaces(const ExecutionSpace& exec, const StateSpace& space, const Sp
   if (!base::machine().on_host()) {
     const SpaceColumn work{rows,  decays, outputs,   before, after, rates,    skips,
                            group, dim,    state_dim, inputs, steps, is_mamba1};
-    return Kokkos::parallel_for("kvzap::state_space::update", SpaceRange(exec, 0, space.values()),
-                                work);
+    return base::parallel_for("kvzap::state_space::update", SpaceRange(exec, 0, space.values()),
+                              work);
   }
   // A decode step takes whole heads.
   const bool is_whole = tokens == 1 && !is_mamba1;
@@ -249,7 +250,7 @@ void gate_outputs(const ExecutionSpace& exec, const StateSpace& space, const Spa
     });
   }
   const std::int64_t values = space.values();
-  Kokkos::parallel_for(
+  base::parallel_for(
       "kvzap::state_space::gate", SpaceRange(exec, 0, parts * dim), KOKKOS_LAMBDA(std::int64_t i) {
         outputs(i / values, i % values) *= space_silu(rows(i / values, gates + i % values));
       });

@@ -54,22 +54,21 @@ Matrix StateSpaceBlock::run(Step& step, int layer, const RowRange& rows, const M
     step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
       const SequenceId sequence = step.spans()[s].sequence;
       const auto state = step.cache.state(step.exec, sequence, layer);
-      work(sequence, block.part(begin - rows.begin, end - rows.begin), state);
+      work(block.part(begin - rows.begin, end - rows.begin), state);
     });
   };
   step.locally([&] {
     step.linear(step.exec, x, step.rounded, weights.mixer_in, weights.mixer_in_bias,
                 columns_of_space(block.rows, 0, space.projections()));
     scale_projections(step.exec, space, block.rows);
-    for_each_part([&](SequenceId, const SpaceTokens& part, const auto& state) {
+    for_each_part([&](const SpaceTokens& part, const auto& state) {
       convolve_inputs(step.exec, space, own, part, state.before, state.after);
     });
   });
   if (space.config.is_mamba1()) derive_steps(step, layer, space, block.rows);
   step.locally([&] {
-    for_each_part([&](SequenceId sequence, const SpaceTokens& part, const auto& state) {
+    for_each_part([&](const SpaceTokens& part, const auto& state) {
       update_state(step.exec, space, own, part, state.before, state.after);
-      step.cache.count_tokens(sequence, layer, static_cast<std::int64_t>(part.rows.extent(0)));
     });
   });
   finish(step, space, own, block);

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "base/launch.hpp"
 #include "engine/step_kernels.hpp"
 
 namespace kvzap::engine {
@@ -44,7 +45,8 @@ void AltUpBlock::make_streams(Step& step) {
   for (std::int64_t begin = 0; begin < step.tokens(); begin += step.most_rows()) {
     const RowRange rows{begin, std::min(step.tokens(), begin + step.most_rows())};
     const Matrix h = Kokkos::subview(step.h, range(rows.begin, rows.end), Kokkos::ALL);
-    Kokkos::deep_copy(step.exec, stream(step, 0, rows), h);
+    const Matrix first = stream(step, 0, rows);
+    base::launch([exec = step.exec, first, h] { Kokkos::deep_copy(exec, first, h); });
     for (std::size_t s = 0; s < maps.size(); ++s) {
       const Matrix other = stream(step, static_cast<std::int64_t>(s) + 1, rows);
       step.linear(step.exec, h, {}, maps[s], {}, other);
@@ -121,7 +123,7 @@ void AltUpBlock::join_streams(Step& step) {
     const Matrix h = Kokkos::subview(step.h, range(rows.begin, rows.end), Kokkos::ALL);
     const Matrix first = stream(step, 0, rows);
     const Matrix other(m_normed.data(), rows.count(), step.config.hidden_size);
-    Kokkos::deep_copy(step.exec, h, first);
+    base::launch([exec = step.exec, first, h] { Kokkos::deep_copy(exec, h, first); });
     for (std::size_t s = 0; s < maps.size(); ++s) {
       step.linear(step.exec, stream(step, static_cast<std::int64_t>(s) + 1, rows), {}, maps[s], {},
                   other);

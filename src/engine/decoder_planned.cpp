@@ -23,7 +23,7 @@ bool Decoder::can_plan() const {
   if (!m_step.deferred || m_observer || !reads_all) return false;
   if (m_step.tokens() > m_step.most_rows()) return false;  // they pass layers in blocks
   if (m_step.has_scores && !m_scorer->is_repeatable()) return false;
-  if (m_inputs || m_alt_up || m_joined || m_step.outcome() != engine::done) return false;
+  if (m_step.outcome() != engine::done) return false;
   for (const LayerBlocks& layer : m_layers) {
     if (!only_launches(layer.tokens) || !only_launches(layer.beside)) return false;
     if (!only_launches(layer.channels)) return false;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "base/launch.hpp"
 #include "engine/step_kernels.hpp"
 #include "engine/stream_kernels.hpp"
 
@@ -14,7 +15,7 @@ void LayerInputsBlock::reserve(Step& step) {
   const std::int64_t size = step.config.layer_inputs->size;
   const std::int64_t own = step.model.weights().layers.front().inputs.gate.outputs();
   base::reserve_scratch(m_embedding, step.tokens() * hidden, "kvzap::decoder::inputs");
-  base::reserve_scratch(m_ids, step.tokens(), "kvzap::decoder::input_ids");
+  m_ids.reserve(step.tokens(), "kvzap::decoder::input_ids");
   base::reserve_scratch(m_projected, m * size, "kvzap::decoder::inputs");
   for (linalg::Vector* const rows : {&m_table, &m_gates}) {
     base::reserve_scratch(*rows, m * own, "kvzap::decoder::inputs");
@@ -24,20 +25,23 @@ void LayerInputsBlock::reserve(Step& step) {
 
 void LayerInputsBlock::release() {
   m_embedding = m_projected = m_table = m_gates = m_joined = {};
-  m_ids = decltype(m_ids)();  // not = {}: Clang 14 would emit no destructor for this type
+  m_ids.release();
+}
+
+void LayerInputsBlock::begin(Step& step) {
+  step.locally([&] {
+    for (std::int64_t i = 0; i < step.tokens(); ++i) {
+      const TokenId id = step.batch().tokens()[i];
+      m_ids.host()[i] = id < step.config.layer_inputs->vocab_size ? id : 0;
+    }
+    m_ids.copy(step.exec, step.tokens());
+    if (!step.deferred) base::fence(step.exec, "kvzap::decoder: the host may write ids again");
+  });
 }
 
 void LayerInputsBlock::take_embedding(Step& step) {
-  const auto own = range(0, step.tokens());
-  const auto ids = Kokkos::subview(m_ids, own);
-  const auto host = Kokkos::create_mirror_view(ids);
-  for (std::int64_t i = 0; i < step.tokens(); ++i) {
-    const TokenId id = step.batch().tokens()[i];
-    host(i) = id < step.config.layer_inputs->vocab_size ? id : 0;
-  }
-  Kokkos::deep_copy(ids, host);
-  Kokkos::deep_copy(step.exec, Matrix(m_embedding.data(), step.tokens(), step.config.hidden_size),
-                    step.h);
+  const Matrix to(m_embedding.data(), step.tokens(), step.config.hidden_size);
+  base::launch([exec = step.exec, to, from = step.h] { Kokkos::deep_copy(exec, to, from); });
 }
 
 void LayerInputsBlock::run(Step& step, int layer, const RowRange& rows, const Matrix& y) {
@@ -53,7 +57,8 @@ void LayerInputsBlock::run(Step& step, int layer, const RowRange& rows, const Ma
   scale(exec, projected, static_cast<float>(1 / std::sqrt(static_cast<double>(hidden))));
   add_and_norm(exec, projected, Matrix(),
                norm_of(step.config, {step.model.weights().inputs_norm, {}}), projected, {});
-  embed(exec, Kokkos::subview(m_ids, range(rows.begin, rows.end)), weights.table, 0, table);
+  embed(exec, Kokkos::subview(m_ids.device(), range(rows.begin, rows.end)), weights.table, 0,
+        table);
   step.linear(exec, h, {}, weights.gate, {}, gates);
   const auto [first, end] = even_range(size, step.comm.size(), step.comm.rank());
   // As the embedding's multiplier, in the type of the weights.

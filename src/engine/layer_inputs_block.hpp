@@ -1,6 +1,7 @@
 // Inputs of each layer from a second embedding of the token.
 #pragma once
 
+#include "base/staged.hpp"
 #include "engine/mixers.hpp"
 
 namespace kvzap::engine {
@@ -11,6 +12,7 @@ namespace kvzap::engine {
 class LayerInputsBlock final : public LayerBlock {
  public:
   void reserve(Step& step) override;
+  void begin(Step& step) override;
   void release() override;
   /// Keeps the embedding of the step's tokens, before any layer has changed it.
   void take_embedding(Step& step);
@@ -19,8 +21,8 @@ class LayerInputsBlock final : public LayerBlock {
   void run(Step& step, int layer, const RowRange& rows, const linalg::Matrix& y);
 
  private:
-  linalg::Vector m_embedding;                 // (token, hidden_size)
-  Kokkos::View<TokenId*, MemorySpace> m_ids;  // (token)
+  linalg::Vector m_embedding;   // (token, hidden_size)
+  base::Staged<TokenId> m_ids;  // (token): 0 where the tables have no row
   linalg::Vector m_projected, m_table, m_gates, m_joined;
 };
 

@@ -1,5 +1,7 @@
 #include "engine/experts_block.hpp"
 
+#include <algorithm>
+
 #include "engine/feed_forward_block.hpp"
 #include "engine/step_kernels.hpp"
 
@@ -9,16 +11,22 @@ using linalg::Matrix;
 
 namespace {
 
-bool have_plain_experts(const Model::Weights& weights) {
-  const auto is_plain = [](const linalg::LinearWeights& map) {
-    return map.quantised() == nullptr && !map.is_packed();
-  };
-  for (const auto& layer : weights.layers) {
-    for (const auto& expert : layer.experts) {
-      if (!is_plain(expert.gate_up) || !is_plain(expert.down)) return false;
-    }
-  }
-  return true;
+using Maps = std::vector<const linalg::LinearWeights*>;
+
+/// A map of all experts of a layer.
+Maps maps_of(const Model::Weights::Layer& layer,
+             linalg::LinearWeights FeedForwardBlock::Weights::*map) {
+  Maps maps;
+  for (const auto& expert : layer.experts) maps.push_back(&(expert.*map));
+  return maps;
+}
+
+bool serve_choices(const Model::Weights& weights) {
+  using Weights = FeedForwardBlock::Weights;
+  return std::all_of(weights.layers.begin(), weights.layers.end(), [](const auto& layer) {
+    return layer.experts.empty() || (linalg::ChosenMaps::serve(maps_of(layer, &Weights::gate_up)) &&
+                                     linalg::ChosenMaps::serve(maps_of(layer, &Weights::down)));
+  });
 }
 
 }  // namespace
@@ -30,7 +38,7 @@ void ExpertsBlock::reserve(Step& step) {
     base::reserve_scratch(*rows, m * step.config.hidden_size, "kvzap::decoder::experts");
   }
   base::reserve_scratch(m_shared_logits, m, "kvzap::decoder::shared_logits");
-  if (!m_has_plain) m_has_plain = have_plain_experts(step.model.weights());
+  if (!m_serve_choices) m_serve_choices = serve_choices(step.model.weights());
   m_by_choices = may_choose(step);
   if (m_by_choices) reserve_chosen(step);
   for (const auto& layer : step.model.weights().layers) {
@@ -64,7 +72,7 @@ bool ExpertsBlock::may_choose(const Step& step) const {
   const ExpertsConfig& config = *step.config.experts;
   // Biases of down are those of rank 0 alone.
   return base::machine().on_device() && step.tokens() <= most_tokens && config.identities == 0 &&
-         !(config.has_biases && step.comm.size() > 1) && *m_has_plain;
+         !(config.has_biases && step.comm.size() > 1) && *m_serve_choices;
 }
 
 // Reserves the memory of all choices of the step's tokens.
@@ -83,15 +91,13 @@ void ExpertsBlock::reserve_chosen(Step& step) {
   for (const auto& layer : layers) {
     all.emplace_back();
     if (layer.experts.empty()) continue;
-    std::vector<const linalg::LinearWeights*> gate_up, down;
     std::vector<linalg::ConstVector> gate_up_bias, down_bias;
     for (const auto& expert : layer.experts) {
-      gate_up.push_back(&expert.gate_up);
-      down.push_back(&expert.down);
       gate_up_bias.emplace_back(expert.gate_up_bias);
       down_bias.emplace_back(expert.down_bias);
     }
-    all.back() = {{gate_up, gate_up_bias}, {down, down_bias}};
+    all.back() = {{maps_of(layer, &FeedForwardBlock::Weights::gate_up), gate_up_bias},
+                  {maps_of(layer, &FeedForwardBlock::Weights::down), down_bias}};
   }
   m_maps = std::move(all);
 }

@@ -45,8 +45,8 @@ class ExpertsBlock final : public ChannelMixer {
   linalg::Vector m_inputs, m_expert_outputs;  // of the tokens of one expert
   linalg::Vector m_shared_logits;             // of the shared expert's gate: (token, 1)
   bool m_by_choices = false;
-  std::optional<bool> m_has_plain;  // whether all experts have plain weights
-  std::vector<LayerMaps> m_maps;    // (layer), made for the first step of few tokens
+  std::optional<bool> m_serve_choices;  // ChosenMaps::serve of all layers'
+  std::vector<LayerMaps> m_maps;        // (layer), made for the first step of few tokens
 };
 
 }  // namespace kvzap::engine

@@ -1,6 +1,7 @@
 """Quantised checkpoints give the logits of their dequantised values, on one rank and on two."""
 import functools
 import json
+import os
 import unittest
 import zlib
 
@@ -130,6 +131,39 @@ FORMATS = {
 }
 
 
+def mixture(folder):
+    """A model with random weights and 4 experts a layer, of which tokens take 2."""
+    hidden, inner, vocabulary = 256, 512, 1000
+    config = dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=hidden, head_dim=32, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=2, vocab_size=vocabulary, intermediate_size=inner, moe_intermediate_size=inner,
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], rms_norm_eps=1e-6,
+        rope_theta=1e4, max_position_embeddings=256, hidden_act="silu", tie_word_embeddings=True, attention_bias=False)  # fmt: skip
+    random, tensors = np.random.default_rng(5), {}
+
+    def add(name, *shape):
+        values = random.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) > 1 else np.ones(shape)
+        tensors[f"model.{name}.weight"] = entry("F32", values.astype(np.float32))
+
+    add("embed_tokens", vocabulary, hidden)
+    add("norm", hidden)
+    for layer in ("layers.0", "layers.1"):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            add(f"{layer}.{norm}", hidden)
+        for name, rows, columns in (("q", 128, hidden), ("k", 64, hidden), ("v", 64, hidden), ("o", hidden, 128)):
+            add(f"{layer}.self_attn.{name}_proj", rows, columns)
+        for norm in ("q_norm", "k_norm"):
+            add(f"{layer}.self_attn.{norm}", 32)
+        add(f"{layer}.mlp.gate", 4, hidden)
+        for expert in (f"{layer}.mlp.experts.{i}" for i in range(4)):
+            for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+                add(f"{expert}.{name}_proj", rows, columns)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
 @unittest.skipUnless(np, "needs numpy")
 class Checkpoints(TestCase):
     def model(self, name, tensors, **fields):
@@ -210,6 +244,20 @@ class Checkpoints(TestCase):
         for weights in ("stored", "q8"):
             _, logits = self.run_model(small, 0, "--dtype", "f32", "--weights", weights, new=1)
             self.assert_near(logits, expected, 0.03, weights)
+
+    def test_experts_that_devices_choose(self):
+        """Steps of few tokens multiply by all chosen experts at once. Recorded launches change no bit."""
+        folder = mixture(self.folder / "mixture")
+        tokens = [i * 37 % 1000 for i in range(9)]
+
+        def run(form, graph, new):
+            env = {**os.environ, "KVZAP_KERNELS": form, "KVZAP_GRAPH": graph}
+            return self.dumped(folder, tokens, "--weights", weights, "--dtype", "bf16", new=new, env=env)[1]
+
+        for weights in ("stored", "q8", "q4"):
+            with self.subTest(weights=weights):
+                self.assert_near(run("device", "on", 1), run("host", "on", 1), 0.05)
+                self.assertEqual(run("device", "on", 8), run("device", "off", 8))
 
     def test_plan_counts_weights_as_they_are_kept(self):
         small, wide = self.models("awq")

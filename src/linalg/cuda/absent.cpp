@@ -10,4 +10,9 @@ bool multiply_quantised(const ExecutionSpace&, const ConstMatrix&, const quantis
   return false;
 }
 
+bool multiply_chosen(const ExecutionSpace&, const ConstMatrix&, const ChosenSection&,
+                     const Matrix&) {
+  return false;
+}
+
 }  // namespace kvzap::linalg::tensor_cores

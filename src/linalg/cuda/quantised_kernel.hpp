@@ -8,6 +8,7 @@
 #include "base/byte_permute.hpp"
 #include "base/cuda/tiles.hpp"
 #include "base/row_vector.hpp"
+#include "linalg/device/chosen_products.hpp"
 #include "linalg/quantised/format.hpp"
 
 namespace kvzap::linalg::cuda {
@@ -33,6 +34,24 @@ struct QuantisedProduct {
   float* y;
   std::int64_t y_row_stride, y_stride;
   std::int32_t rows, outputs, inputs;
+};
+
+/// The same for each choice, a row of y with one of several maps' weights.
+struct ChosenProduct {
+  QuantisedProduct any;  // one row; its panels, bias and inputs are those of the choice
+  const ChosenPlace* places;
+  const std::int64_t* chosen;
+  std::int64_t share;  // choices that have a row of x together
+
+  KVZAP_CUDA QuantisedProduct of(int choice) const {
+    const ChosenPlace place = places[chosen[choice]];
+    QuantisedProduct own = any;
+    own.panels.data = static_cast<const std::uint8_t*>(place.weights);
+    own.bias = place.bias;
+    own.x += choice / share * any.x_stride;
+    own.y += choice * any.y_row_stride;
+    return own;
+  }
 };
 
 struct alignas(16) Float4 {
@@ -400,8 +419,7 @@ KVZAP_CUDA void add_groups(const QuantisedProduct& product, const PanelPlace (&p
 /// Block = `panels` panels, whose inputs are read once; its warps take turns in runs of groups of
 /// inputs. tiles: of 8 rows of x.
 template <CodeKind codes, ScaleKind scales, int tiles, int panels>
-KVZAP_CUDA_KERNEL(32 * warps, tiles == 1 ? 2 : 1)
-multiply_panels(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
+KVZAP_CUDA void multiply_own_panels(const QuantisedProduct& product) {
   constexpr int count = loads_at_once / panels;
   const int lane = lane_of_warp(), first_panel = block_x() * panels;
   const auto n_groups = static_cast<int>(product.panels.inputs / quantised::group_inputs);
@@ -434,6 +452,19 @@ multiply_panels(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
   for (int p = 0; p < panels; ++p) {
     if (first_panel + p < n_panels) store_panel(product, first_panel + p, sums[p]);
   }
+}
+
+template <CodeKind codes, ScaleKind scales, int tiles, int panels>
+KVZAP_CUDA_KERNEL(32 * warps, tiles == 1 ? 2 : 1)
+multiply_panels(KVZAP_CUDA_ARGUMENT QuantisedProduct product) {
+  multiply_own_panels<codes, scales, tiles, panels>(product);
+}
+
+/// Block = (panel, choice).
+template <CodeKind codes, ScaleKind scales>
+KVZAP_CUDA_KERNEL(32 * warps, 2)
+multiply_chosen(KVZAP_CUDA_ARGUMENT ChosenProduct product) {
+  multiply_own_panels<codes, scales, 1, 1>(product.of(block_y()));
 }
 
 }  // namespace kvzap::linalg::cuda

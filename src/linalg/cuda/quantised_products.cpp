@@ -32,36 +32,61 @@ void launch_rows(const ExecutionSpace& exec, const cuda::QuantisedProduct& produ
   launch_panels<codes, scales, 2, 1>(exec, product);
 }
 
+template <cuda::CodeKind codes, cuda::ScaleKind scales>
+void launch_choices(const ExecutionSpace& exec, const cuda::ChosenProduct& product, int choices) {
+  static std::atomic<bool> is_prepared{false};
+  constexpr int outputs = quantised::panel_outputs;
+  base::cuda::launch(exec, is_prepared, cuda::multiply_chosen<codes, scales>,
+                     {(product.any.outputs + outputs - 1) / outputs, choices, 32 * cuda::warps,
+                      cuda::panel_memory(1)},
+                     product);
+}
+
 // The pairs of kinds that formats have.
-bool launch_kinds(const ExecutionSpace& exec, const cuda::QuantisedProduct& product) {
+struct Kinds {
+  cuda::CodeKind codes;
+  cuda::ScaleKind scales;
+  void (*rows)(const ExecutionSpace&, const cuda::QuantisedProduct&);
+  void (*choices)(const ExecutionSpace&, const cuda::ChosenProduct&, int);
+};
+
+template <cuda::CodeKind codes, cuda::ScaleKind scales>
+constexpr Kinds kinds{codes, scales, launch_rows<codes, scales>, launch_choices<codes, scales>};
+
+const Kinds& kinds_of(const quantised::Panels& panels) {
   using C = cuda::CodeKind;
   using S = cuda::ScaleKind;
-  using Launch = void (*)(const ExecutionSpace&, const cuda::QuantisedProduct&);
-  struct Kinds {
-    C codes;
-    S scales;
-    Launch launch;
-  };
-  constexpr Kinds all[] = {
-      {C::centred_nibbles, S::half, launch_rows<C::centred_nibbles, S::half>},
-      {C::nibbles, S::half_minimum, launch_rows<C::nibbles, S::half_minimum>},
-      {C::centred_five_bits, S::half, launch_rows<C::centred_five_bits, S::half>},
-      {C::five_bits, S::half_minimum, launch_rows<C::five_bits, S::half_minimum>},
-      {C::bytes, S::half, launch_rows<C::bytes, S::half>},
-      {C::nibbles, S::group_minimum, launch_rows<C::nibbles, S::group_minimum>},
-      {C::five_bits, S::group_minimum, launch_rows<C::five_bits, S::group_minimum>},
-      {C::six_bits, S::group_of_16, launch_rows<C::six_bits, S::group_of_16>},
-      {C::table, S::half, launch_rows<C::table, S::half>},
-      {C::table, S::exponent, launch_rows<C::table, S::exponent>},
-      {C::nibbles, S::half_zero, launch_rows<C::nibbles, S::half_zero>}};
-  for (const Kinds& kinds : all) {
-    if (kinds.codes != product.panels.codes || kinds.scales != product.panels.scales) continue;
-    if (product.panels.block != quantised::group_inputs * cuda::groups_of_block(kinds.scales))
-      break;
-    kinds.launch(exec, product);
-    return true;
+  static constexpr Kinds all[] = {kinds<C::centred_nibbles, S::half>,
+                                  kinds<C::nibbles, S::half_minimum>,
+                                  kinds<C::centred_five_bits, S::half>,
+                                  kinds<C::five_bits, S::half_minimum>,
+                                  kinds<C::bytes, S::half>,
+                                  kinds<C::nibbles, S::group_minimum>,
+                                  kinds<C::five_bits, S::group_minimum>,
+                                  kinds<C::six_bits, S::group_of_16>,
+                                  kinds<C::table, S::half>,
+                                  kinds<C::table, S::exponent>,
+                                  kinds<C::nibbles, S::half_zero>};
+  for (const Kinds& own : all) {
+    if (own.codes != panels.codes || own.scales != panels.scales) continue;
+    if (panels.block == quantised::group_inputs * cuda::groups_of_block(own.scales)) return own;
   }
-  return false;
+  throw Error("quantised weights: no kernel for this pair of codes and scales");
+}
+
+cuda::QuantisedProduct product_of(const ConstMatrix& x, const quantised::Panels& panels,
+                                  const Matrix& y) {
+  cuda::QuantisedProduct product{};
+  product.panels = panels;
+  product.x = x.data();
+  product.x_stride = static_cast<std::int64_t>(x.stride(0));
+  product.y = y.data();
+  product.y_row_stride = static_cast<std::int64_t>(y.stride(0));
+  product.y_stride = static_cast<std::int64_t>(y.stride(1));
+  product.rows = static_cast<std::int32_t>(x.extent(0));
+  product.outputs = static_cast<std::int32_t>(y.extent(1));
+  product.inputs = static_cast<std::int32_t>(x.extent(1));
+  return product;
 }
 
 }  // namespace
@@ -77,22 +102,24 @@ bool multiply_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
                         const Matrix& y) {
   if (weights.has_floats() || x.extent(0) > most_rows || !has_vectors(x)) return false;
   for (const quantised::Section& section : weights.sections()) {
-    cuda::QuantisedProduct product{};
-    product.panels = section.panels;
-    product.x = x.data();
-    product.x_stride = static_cast<std::int64_t>(x.stride(0));
-    product.bias = bias.extent(0) > 0 ? bias.data() + section.first : nullptr;
-    product.y_row_stride = static_cast<std::int64_t>(y.stride(0));
-    product.y_stride = static_cast<std::int64_t>(y.stride(1));
-    product.y = y.data() + section.first * product.y_stride;
-    product.rows = static_cast<std::int32_t>(x.extent(0));
-    product.outputs = static_cast<std::int32_t>(section.outputs);
-    product.inputs = static_cast<std::int32_t>(x.extent(1));
-    if (product.outputs == 0) continue;
-    if (!launch_kinds(exec, product)) {
-      throw Error("quantised weights: no kernel for this pair of codes and scales");
-    }
+    if (section.outputs == 0) continue;
+    const auto columns = std::make_pair(section.first, section.first + section.outputs);
+    cuda::QuantisedProduct product =
+        product_of(x, section.panels, Kokkos::subview(y, Kokkos::ALL, columns));
+    if (bias.extent(0) > 0) product.bias = bias.data() + section.first;
+    kinds_of(section.panels).rows(exec, product);
   }
+  return true;
+}
+
+bool multiply_chosen(const ExecutionSpace& exec, const ConstMatrix& x, const ChosenSection& section,
+                     const Matrix& y) {
+  if (quantised::is_float(section.panels.codes) || !has_vectors(x)) return false;
+  if (y.extent(1) == 0) return true;
+  cuda::ChosenProduct product{product_of(x, section.panels, y), section.places, section.chosen,
+                              section.share};
+  product.any.rows = 1;
+  kinds_of(section.panels).choices(exec, product, static_cast<int>(y.extent(0)));
   return true;
 }
 

@@ -2,6 +2,7 @@
 // (base::cuda::has_tensor_cores).
 #pragma once
 
+#include "linalg/device/chosen_products.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/quantised/matrix.hpp"
 
@@ -20,5 +21,17 @@ bool has_vectors(const ConstMatrix& x);
 /// rows. Does not wait.
 bool multiply_quantised(const ExecutionSpace& exec, const ConstMatrix& x,
                         const quantised::Matrix& weights, const ConstVector& bias, const Matrix& y);
+
+/// A section of maps among which the device has chosen: see ChosenMaps.
+struct ChosenSection {
+  quantised::Panels panels;   // of each map, but for `data`
+  const ChosenPlace* places;  // (map)
+  const std::int64_t* chosen;
+  std::int64_t share;
+};
+/// The same for each row of y alone, whose inputs are row i / share of x, with the section's
+/// weights of map chosen[i], whose inputs are in order. y (choices, outputs of the section).
+bool multiply_chosen(const ExecutionSpace& exec, const ConstMatrix& x, const ChosenSection& section,
+                     const Matrix& y);
 
 }  // namespace kvzap::linalg::tensor_cores

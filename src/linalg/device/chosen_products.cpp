@@ -1,11 +1,14 @@
 #include "linalg/device/chosen_products.hpp"
 
+#include <algorithm>
 #include <kvzap/core/array_view.hpp>
 #include <type_traits>
 
+#include "base/cuda/has_tensor_cores.hpp"
 #include "base/launch.hpp"
 #include "base/row_vector.hpp"
 #include "base/team.hpp"
+#include "linalg/cuda/quantised_products.hpp"
 
 namespace kvzap::linalg {
 namespace {
@@ -16,7 +19,7 @@ constexpr base::TeamShape shape{8, 32};
 /// A team computes a few outputs of a row.
 template <class Value>
 struct ChosenProducts {
-  Kokkos::View<const ChosenMaps::Place*, MemorySpace> places;
+  Kokkos::View<const ChosenPlace*, MemorySpace> places;
   Kokkos::View<const std::int64_t*, MemorySpace> chosen;
   const float* x;
   float* y;
@@ -26,7 +29,7 @@ struct ChosenProducts {
     constexpr int width = base::RowVector<Value>::width;
     const std::int64_t row = team.league_rank() / blocks;
     const std::int64_t first = team.league_rank() % blocks * team.team_size();
-    const ChosenMaps::Place place = places(chosen(row));
+    const ChosenPlace place = places(chosen(row));
     const float* const own_x = x + row / share * x_stride;
     const std::int64_t vectors = inputs / width;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, team.team_size()), [&](int t) {
@@ -61,28 +64,145 @@ struct ChosenProducts {
   }
 };
 
+/// The same with quantised weights: the reference of tensor_cores::multiply_chosen.
+struct ChosenPanels {
+  quantised::Panels panels;  // of each map, but for `data`
+  Kokkos::View<const ChosenPlace*, MemorySpace> places;
+  Kokkos::View<const std::int64_t*, MemorySpace> chosen;
+  const float* x;
+  float* y;
+  std::int64_t x_stride, y_stride, share, inputs, outputs, blocks;
+
+  KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
+    const std::int64_t row = team.league_rank() / blocks;
+    const std::int64_t first = team.league_rank() % blocks * team.team_size();
+    const ChosenPlace place = places(chosen(row));
+    quantised::Panels own = panels;
+    own.data = static_cast<const std::uint8_t*>(place.weights);
+    const quantised::Places columns{place.columns};
+    const float* const own_x = x + row / share * x_stride;
+    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, team.team_size()), [&](int t) {
+      const std::int64_t n = first + t;
+      if (n >= outputs) return;
+      float sum = 0;
+      Kokkos::parallel_reduce(
+          Kokkos::ThreadVectorRange(team, inputs),
+          [&](std::int64_t k, float& partial) {
+            partial += quantised::value_at(own, n, columns(k)) * own_x[k];
+          },
+          sum);
+      Kokkos::single(Kokkos::PerThread(team),
+                     [&] { y[row * y_stride + n] = sum + (place.bias ? place.bias[n] : 0.0f); });
+    });
+  }
+};
+
+/// Launches a kernel of teams whose threads have an output each.
+template <class Kernel>
+void launch_chosen(const ExecutionSpace& exec, std::int64_t rows, Kernel& kernel) {
+  static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
+  const auto bytes = [](int /*threads*/) { return std::size_t{0}; };
+  const int threads = base::team_policy(exec, 1, shape, kernel, bytes).team_size();
+  kernel.blocks = (kernel.outputs + threads - 1) / threads;
+  base::parallel_for("kvzap::linear::chosen",
+                     base::team_policy(exec, rows * kernel.blocks, shape, kernel, bytes), kernel);
+}
+
+bool have_same_sections(const quantised::Matrix& one, const quantised::Matrix& other) {
+  return std::equal(
+      one.sections().begin(), one.sections().end(), other.sections().begin(),
+      other.sections().end(), [](const quantised::Section& a, const quantised::Section& b) {
+        return a.outputs == b.outputs && a.panels.inputs == b.panels.inputs &&
+               a.panels.codes == b.panels.codes && a.panels.scales == b.panels.scales &&
+               std::equal(std::begin(a.panels.table), std::end(a.panels.table),
+                          std::begin(b.panels.table));
+      });
+}
+
 }  // namespace
+
+bool ChosenMaps::serve(const std::vector<const LinearWeights*>& maps) {
+  const LinearWeights& first = *maps.front();
+  return std::all_of(maps.begin(), maps.end(), [&](const LinearWeights* map) {
+    if (map->is_packed() || map->dtype() != first.dtype()) return false;
+    if (map->outputs() != first.outputs() || map->inputs() != first.inputs()) return false;
+    if (map->quantised() == nullptr || first.quantised() == nullptr) {
+      return map->quantised() == first.quantised();
+    }
+    return have_same_sections(*map->quantised(), *first.quantised());
+  });
+}
 
 ChosenMaps::ChosenMaps(const std::vector<const LinearWeights*>& maps,
                        const std::vector<ConstVector>& biases)
     : m_dtype(maps.front()->dtype()),
-      m_outputs(maps.front()->outputs()),
       m_inputs(maps.front()->inputs()),
-      m_places("kvzap::linear::chosen_maps", maps.size()) {
-  const auto host = Kokkos::create_mirror_view(m_places);
-  for (std::size_t i = 0; i < maps.size(); ++i) {
-    host(i) = {maps[i]->memory().data(), biases[i].extent(0) > 0 ? biases[i].data() : nullptr};
+      m_is_quantised(maps.front()->quantised() != nullptr) {
+  if (m_is_quantised) {
+    for (const quantised::Section& section : maps.front()->quantised()->sections()) {
+      m_sections.push_back({section.panels, section.first, section.outputs, {}});
+      m_sections.back().panels.data = nullptr;
+    }
+    m_are_in_order = std::all_of(maps.begin(), maps.end(), [](const LinearWeights* map) {
+      return map->quantised()->is_in_order();
+    });
+  } else {
+    m_sections.push_back({{}, 0, maps.front()->outputs(), {}});
   }
-  Kokkos::deep_copy(m_places, host);
+  for (std::size_t s = 0; s < m_sections.size(); ++s) {
+    Section& section = m_sections[s];
+    section.places =
+        Kokkos::View<ChosenPlace*, MemorySpace>("kvzap::linear::chosen_maps", maps.size());
+    const auto host = Kokkos::create_mirror_view(section.places);
+    for (std::size_t i = 0; i < maps.size(); ++i) {
+      const quantised::Matrix* const panels = maps[i]->quantised();
+      host(i) = {maps[i]->memory().data(),
+                 biases[i].extent(0) > 0 ? biases[i].data() + section.first : nullptr, nullptr};
+      if (panels == nullptr) continue;
+      host(i).weights = panels->sections()[s].panels.data;
+      host(i).columns = panels->places().data;
+    }
+    Kokkos::deep_copy(section.places, host);
+  }
 }
 
 void ChosenMaps::operator()(const ExecutionSpace& exec, const ConstMatrix& x, std::int64_t share,
                             const Kokkos::View<const std::int64_t*, MemorySpace>& chosen,
                             const Matrix& y) const {
   const auto rows = static_cast<std::int64_t>(y.extent(0));
-  if (rows == 0 || m_outputs == 0) return;
+  if (rows == 0) return;
+  if (!m_is_quantised) return multiply_plain(exec, x, share, chosen, y);
+  for (const Section& section : m_sections) {
+    const auto columns = std::make_pair(section.first, section.first + section.outputs);
+    const Matrix own = Kokkos::subview(y, Kokkos::ALL, columns);
+    if (m_are_in_order && base::cuda::has_tensor_cores() &&
+        tensor_cores::multiply_chosen(
+            exec, x, {section.panels, section.places.data(), chosen.data(), share}, own)) {
+      continue;
+    }
+    ChosenPanels kernel{section.panels,
+                        section.places,
+                        chosen,
+                        x.data(),
+                        own.data(),
+                        static_cast<std::int64_t>(x.stride(0)),
+                        static_cast<std::int64_t>(y.stride(0)),
+                        share,
+                        m_inputs,
+                        section.outputs,
+                        1};
+    launch_chosen(exec, rows, kernel);
+  }
+}
+
+void ChosenMaps::multiply_plain(const ExecutionSpace& exec, const ConstMatrix& x,
+                                std::int64_t share,
+                                const Kokkos::View<const std::int64_t*, MemorySpace>& chosen,
+                                const Matrix& y) const {
+  const Section& all = m_sections.front();
+  if (all.outputs == 0) return;
   with_value_type(m_dtype, [&](auto zero) {
-    ChosenProducts<decltype(zero)> kernel{m_places,
+    ChosenProducts<decltype(zero)> kernel{all.places,
                                           chosen,
                                           x.data(),
                                           y.data(),
@@ -90,14 +210,9 @@ void ChosenMaps::operator()(const ExecutionSpace& exec, const ConstMatrix& x, st
                                           static_cast<std::int64_t>(y.stride(0)),
                                           share,
                                           m_inputs,
-                                          m_outputs,
+                                          all.outputs,
                                           1};
-    static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
-    const auto bytes = [](int /*threads*/) { return std::size_t{0}; };
-    const int threads = base::team_policy(exec, 1, shape, kernel, bytes).team_size();
-    kernel.blocks = (m_outputs + threads - 1) / threads;
-    base::parallel_for("kvzap::linear::chosen",
-                       base::team_policy(exec, rows * kernel.blocks, shape, kernel, bytes), kernel);
+    launch_chosen(exec, static_cast<std::int64_t>(y.extent(0)), kernel);
   });
 }
 

@@ -26,6 +26,32 @@ using Scores = float[2][4];
 /// Weights in the layout of Scores, as a multiplicand.
 using Weights = std::uint32_t[4];
 
+/// Copies 16 rows of `pieces` pieces of each array, with `pitch` bytes between rows in shared
+/// memory, and zeros for those that do not exist. Lane r knows row r. Up to eight lanes share a
+/// row, and each has the same pieces of all its rows, so that it asks for few addresses.
+template <int pieces, int pitch, int arrays, class Element>
+KVZAP_CUDA void copy_warp_rows(const Element* const (&rows)[arrays], bool exists,
+                               std::uint32_t target, int lane) {
+  constexpr int of_row = pieces % 8 == 0 ? 8 : pieces % 4 == 0 ? 4 : 2;
+  constexpr int at_once = 32 / of_row, in_piece = piece_bytes / sizeof(Element);
+  static_assert(pieces % 2 == 0 && tile_rows % at_once == 0);
+  const std::uint32_t address = target + lane / of_row * pitch + lane % of_row * piece_bytes;
+  KVZAP_UNROLL
+  for (int first = 0; first < tile_rows; first += at_once) {
+    const int r = first + lane / of_row;
+    const bool is_there = of_lane(exists, r);
+    KVZAP_UNROLL
+    for (int array = 0; array < arrays; ++array) {
+      const Element* const source = of_lane(rows[array], r) + lane % of_row * in_piece;
+      KVZAP_UNROLL
+      for (int piece = 0; piece < pieces; piece += of_row) {
+        copy16(address + (array * tile_rows + first) * pitch + piece * piece_bytes,
+               source + piece * in_piece, is_there);
+      }
+    }
+  }
+}
+
 /// Tiles of rows of type Value, which is half or bfloat16.
 template <class Value, int D>
 struct WideTiles {
@@ -56,20 +82,9 @@ struct WideTiles {
   }
 
   KVZAP_CUDA void copy(const Row& row, unsigned char* tile, int lane) const {
-    constexpr int in_row = row_bytes / piece_bytes;
     if (all_of_warp(row.is_whole)) {
-      const std::uint32_t target = shared_address(tile);
-      KVZAP_UNROLL
-      for (int first = 0; first < tile_rows * in_row; first += 32) {
-        const int i = first + lane, r = i / in_row, piece = i % in_row;
-        const Value* const key = of_lane(row.key, r % tile_rows);
-        const Value* const value = of_lane(row.value, r % tile_rows);
-        const bool exists = of_lane(row.exists, r % tile_rows);
-        if (tile_rows * in_row % 32 != 0 && r >= tile_rows) continue;
-        const std::uint32_t at = target + r * pitch + piece * piece_bytes;
-        copy16(at, exists ? key + piece * 8 : key, exists);
-        copy16(at + tile_rows * pitch, exists ? value + piece * 8 : value, exists);
-      }
+      const Value* const both[] = {row.key, row.value};
+      copy_warp_rows<row_bytes / piece_bytes, pitch>(both, row.exists, shared_address(tile), lane);
     } else {
       for (int r = 0; r < tile_rows; ++r) {
         const Value* const key = of_lane(row.key, r);
@@ -186,24 +201,13 @@ struct QuantisedTiles {
     if (exists) rows.find(span, head, D, row, found.key, found.value, found.scales);
     return found;
   }
-  template <int row_bytes, int pitch>
-  KVZAP_CUDA static void copy_codes(const std::uint8_t* codes, bool is_there, std::uint32_t target,
-                                    int lane) {
-    constexpr int in_row = row_bytes / piece_bytes;
-    KVZAP_UNROLL
-    for (int first = 0; first < tile_rows * in_row; first += 32) {
-      const int i = first + lane, r = i / in_row, piece = i % in_row;
-      const std::uint8_t* const source = of_lane(codes, r % tile_rows);
-      const bool exists = of_lane(is_there, r % tile_rows);
-      if (tile_rows * in_row % 32 != 0 && r >= tile_rows) continue;
-      copy16(target + r * pitch + piece * piece_bytes,
-             exists ? source + piece * piece_bytes : source, exists);
-    }
-  }
   KVZAP_CUDA void copy(const Row& row, unsigned char* tile, int lane) const {
     const std::uint32_t target = shared_address(tile);
-    copy_codes<key_bytes, key_pitch>(row.key, row.exists, target, lane);
-    copy_codes<value_bytes, value_pitch>(row.value, row.exists, target + values_at, lane);
+    const std::uint8_t* const of_keys[] = {row.key};
+    const std::uint8_t* const of_values[] = {row.value};
+    copy_warp_rows<key_bytes / piece_bytes, key_pitch>(of_keys, row.exists, target, lane);
+    copy_warp_rows<value_bytes / piece_bytes, value_pitch>(of_values, row.exists,
+                                                           target + values_at, lane);
     if (lane < tile_rows) {
       auto* const factors = reinterpret_cast<float*>(tile + factors_at);
       factors[lane] = row.scales.key;

@@ -6,9 +6,12 @@
 
 namespace kvzap::base {
 
-/// Returns cap * tanh(x / cap), on hosts and devices.
+/// Returns cap * tanh(x / cap), on hosts and devices. inverse: 1 / cap.
+KOKKOS_INLINE_FUNCTION float soft_capped(float x, float cap, float inverse) {
+  return cap * math::tanh(x * inverse);
+}
 KOKKOS_INLINE_FUNCTION float soft_capped(float x, float cap) {
-  return cap * math::tanh(x * (1.0f / cap));
+  return soft_capped(x, cap, 1.0f / cap);
 }
 
 /// tanh within 3 units in the last place: Cephes' tanhf, without branches, so loops vectorize. NaN

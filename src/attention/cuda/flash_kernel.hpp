@@ -6,88 +6,82 @@
 
 namespace kvzap::attention::cuda {
 
-/// Attends rows of type Value: all rows of a head, or those after its quantised ones. All threads
-/// call this.
-template <class Value, int D>
-KVZAP_CUDA void attend_wide(const FlashSpan& span, const WideRows<Value>& rows, const SeenBy& seen,
-                            int head, const TileRange& range, FlashSums<D>& sums) {
+/// Attends the wide rows of a block: all rows of a head, or those after its quantised ones. All
+/// threads call this. is_first: there are no quantised ones, so the sums begin here.
+template <class Value, int D, bool is_first>
+KVZAP_CUDA void attend_wide(const FlashSpan& span, const WideRows<Value>& rows,
+                            FlashSums<D>& sums) {
   using Tiles = FlashTiles<D>;
   static_assert(Tiles::warps == 4 && Tiles::key_rows == 64);
   unsigned char* const memory = block_memory();
-  const int thread = thread_of_block(), n_tiles = range.count;
-  const std::int32_t begin = range.begin, end = range.end, first_row = seen.first_row;
-  const RowBounds of_first = seen.bounds(0);
-  const RowBounds of_last = seen.bounds(smaller(Tiles::query_rows, span.count - first_row) - 1);
+  const int thread = thread_of_block();
+  TileBlock& block = Tiles::block(memory);
+  const std::int32_t begin = block.wide.begin;
 
-  const auto places = [&](int i) {
-    return TilePlaces<Value>(memory + Tiles::places_at + i % 2 * Tiles::place_bytes,
-                             Tiles::key_rows);
+  const auto places = [&](std::int32_t first) {
+    return TilePlaces<Value>(memory + Tiles::places_of(first), Tiles::key_rows);
   };
-  // Finds the rows of tile i; returns whether any is not a sequence of vectors.
-  const auto find = [&](int i) {
-    const std::int32_t row = begin + i * Tiles::key_rows + thread;
+  // Finds the rows of the tile at `first`; returns whether any is not a sequence of vectors.
+  const auto find = [&](std::int32_t first) {
+    const std::int32_t row = first + thread;
     if (thread >= Tiles::key_rows) return false;
-    const TilePlaces<Value> at = places(i);
+    const TilePlaces<Value> at = places(first);
     const auto* key = reinterpret_cast<const Value*>(rows.addresses);
     const Value* value = key;
     std::int64_t stride = 1;
-    const bool is_whole = row >= end || rows.find(span.rows, head, D, row, key, value, stride);
+    const bool is_whole = row >= block.wide.end ||
+                          rows.find(span.rows, block_y_read_anew(), D, row, key, value, stride);
     at.keys[thread] = key;
     at.values[thread] = value;
     at.strides[thread] = stride;
     return !is_whole;
   };
-  const auto rows_of = [&](int i) {
-    return smaller(Tiles::key_rows, end - begin - i * Tiles::key_rows);
-  };
-
-  bool is_scattered = any_of_block(n_tiles > 0 && find(0));
-  if (n_tiles > 0) {
-    copy_rows<Value, D>(places(0).keys, places(0).strides, rows_of(0), !is_scattered,
+  const auto copy_keys = [&](std::int32_t first, bool is_whole) {
+    copy_rows<Value, D>(places(first).keys, places(first).strides, block.wide.end - first, is_whole,
                         memory + Tiles::keys_at);
     commit();
-  }
-  load_query_rows<Value, D, false>(span, head, first_row, memory);
+  };
+
+  bool is_scattered = any_of_block(find(begin));
+  copy_keys(begin, !is_scattered);
+  load_query_rows<Value, D, false>(span, block_y(), block.first_row, memory);
+  const SeenBy seen(span, block_y(), block.first_row);
+  if (thread < Tiles::query_rows) Tiles::bounds(memory)[thread] = seen.bounds(thread);
+  if (thread == 0) block.seen_by_all = {seen.last(Tiles::query_rows).begin, seen.bounds(0).end};
+  if constexpr (is_first) sums.begin();
   wait_for_block();
-  for (int i = 0; i < n_tiles; ++i) {
-    const std::int32_t first = begin + i * Tiles::key_rows;
-    const bool is_masked = first + Tiles::key_rows > of_first.end || first < of_last.begin;
+  for (std::int32_t first = begin; first < block.wide.end; first += Tiles::key_rows) {
+    const std::int32_t next = first + Tiles::key_rows;
+    const bool is_masked = next > block.seen_by_all.end || first < block.seen_by_all.begin;
     wait<0>();
     wait_for_block();  // the keys are there, and the values of the last tile are read
-    copy_rows<Value, D>(places(i).values, places(i).strides, rows_of(i), !is_scattered,
-                        memory + Tiles::values_at);
+    copy_rows<Value, D>(places(first).values, places(first).strides, block.wide.end - first,
+                        !is_scattered, memory + Tiles::values_at);
     commit();
-    const bool next_scattered = i + 1 < n_tiles && find(i + 1);
+    const bool next_scattered = next < block.wide.end && find(next);
     float scores[Tiles::row_tiles][Tiles::key_rows / 8][4] = {};
     FlashSums<D>::template multiply_keys<Value>(memory, scores);
-    sums.template weigh<Value>(scores, first, is_masked ? &seen : nullptr, span.soft_cap, memory);
+    sums.template weigh<Value>(scores, first, is_masked, span, memory);
     wait<0>();
     // The values are there, and the keys are read.
     is_scattered = any_of_block(next_scattered);
-    if (i + 1 < n_tiles) {
-      copy_rows<Value, D>(places(i + 1).keys, places(i + 1).strides, rows_of(i + 1), !is_scattered,
-                          memory + Tiles::keys_at);
-      commit();
-    }
-    const bool are_left_out = is_masked && take_out_rows<Value, D>(memory);
-    sums.template multiply_values<Value, Tiles::values_at>(memory, scores);
-    if (are_left_out) {
-      const auto* const flags = reinterpret_cast<const unsigned*>(memory + Tiles::flags_at);
-      for (int r = 0; r < rows_of(i); ++r) {
-        if ((flags[r / 32] >> (r % 32) & 1u) == 0) continue;
-        sums.template add_row<Value>(scores, r, first, seen, places(i).values[r],
-                                     places(i).strides[r]);
+    if (next < block.wide.end) copy_keys(next, !is_scattered);
+    const NonFiniteRows<Value, D> left_out{memory};
+    if (is_masked && left_out.find()) {
+      for (int r = 0; r < Tiles::key_rows; ++r) {
+        if (left_out.has(r)) sums.template add_row<Value>(scores, r, first, memory);
       }
+      left_out.clear();
     }
+    sums.template multiply_values<Value, Tiles::values_at>(memory, scores);
   }
+  wait<0>();  // a block without rows has copied zeros
 }
 
-/// Block = (part of the rows of a tile of query rows, KV head). Parts are runs of tiles: those of
-/// quantised rows, if there are any, then those of the others.
-template <class Value, int D, bool quantised>
-KVZAP_CUDA_KERNEL(128, D <= 128 ? 2 : 1)
-attend_tiles(KVZAP_CUDA_ARGUMENT FlashSpan span, KVZAP_CUDA_ARGUMENT WideRows<Value> rows,
-             KVZAP_CUDA_ARGUMENT QuantisedPlaces pages) {
+/// The work of a block, (part of the rows of a tile of query rows, KV head). Parts are runs of
+/// tiles: those of quantised rows, if there are any, then those of the others.
+template <int D, bool quantised>
+KVZAP_CUDA TileBlock work_of_block(const FlashSpan& span) {
   using Tiles = FlashTiles<D>;
   constexpr std::int32_t key_rows = Tiles::key_rows;
   const int head = block_y(), part = block_x() % span.parts;
@@ -95,8 +89,8 @@ attend_tiles(KVZAP_CUDA_ARGUMENT FlashSpan span, KVZAP_CUDA_ARGUMENT WideRows<Va
   // Tiles that see most rows come first.
   const int first_row = (n_tiles - 1 - block_x() / span.parts) * Tiles::query_rows;
   const auto retained = static_cast<std::int32_t>(span.rows.retained[head]);
-  const SeenBy seen{retained + span.rows.ring_rows, first_row, span};
-  const std::int32_t end = seen.bounds(smaller(Tiles::query_rows, span.count - first_row) - 1).end;
+  const SeenBy seen(span, head, first_row);
+  const std::int32_t end = seen.last(Tiles::query_rows).end;
   const std::int32_t begin = quantised ? retained : seen.bounds(0).begin / key_rows * key_rows;
 
   // Tiles of quantised rows and all tiles; the part's tiles.
@@ -104,19 +98,33 @@ attend_tiles(KVZAP_CUDA_ARGUMENT FlashSpan span, KVZAP_CUDA_ARGUMENT WideRows<Va
   const int all = packed + (end > begin ? (end - begin + key_rows - 1) / key_rows : 0);
   const auto first = static_cast<int>(std::int64_t{all} * part / span.parts);
   const auto last = static_cast<int>(std::int64_t{all} * (part + 1) / span.parts);
+  const int first_wide = first > packed ? first - packed : 0;
+  return {part,
+          first_row,
+          {first * key_rows, smaller(retained, last * key_rows)},
+          {begin + first_wide * key_rows, smaller(end, begin + (last - packed) * key_rows)},
+          {0, 0}};
+}
+
+template <class Value, int D, bool quantised>
+KVZAP_CUDA_KERNEL(128, D <= 128 ? 2 : 1)
+attend_tiles(KVZAP_CUDA_ARGUMENT FlashSpan span, KVZAP_CUDA_ARGUMENT WideRows<Value> rows,
+             KVZAP_CUDA_ARGUMENT QuantisedPlaces pages) {
+  TileBlock& block = FlashTiles<D>::block(block_memory());
+  if (thread_of_block() == 0) block = work_of_block<D, quantised>(span);
+  wait_for_block();
   FlashSums<D> sums;
   if constexpr (quantised) {
-    if (first < packed && first < last) {
-      attend_quantised<D>({span, pages, block_memory()}, head, first_row,
-                          {first * key_rows, retained, smaller(last, packed) - first}, sums);
+    if (block.packed.begin < block.packed.end) {
+      attend_quantised<D>({span, pages, block_memory()}, sums);
+    } else {
+      sums.begin();
     }
   }
-  const int first_wide = first > packed ? first - packed : 0;
-  if (last - packed > first_wide) {
-    attend_wide<Value, D>(span, rows, seen, head,
-                          {begin + first_wide * key_rows, end, last - packed - first_wide}, sums);
+  if (!quantised || block.wide.begin < block.wide.end) {
+    attend_wide<Value, D, !quantised>(span, rows, sums);
   }
-  sums.store(span, part, head, first_row);
+  sums.store(span, block.part, block_y_read_anew(), block.first_row);
 }
 
 /// Merges the parts of query rows: block = (four query rows, KV head).

@@ -32,6 +32,7 @@ inline FlashSpan flash_span_of(const AttentionSpan& span, const AttentionCall& c
   found.window = static_cast<std::int32_t>(span.window);
   found.group = call.group;
   found.soft_cap = call.soft_cap;
+  found.inverse_cap = call.soft_cap > 0 ? 1.0f / call.soft_cap : 0.0f;
   found.heads = call.kv_heads;
   return found;
 }

@@ -7,12 +7,6 @@
 
 namespace kvzap::attention::cuda {
 
-/// Tiles of a head that a block attends: `count` tiles, of rows from `begin` on and before `end`.
-struct TileRange {
-  std::int32_t begin, end;
-  int count;
-};
-
 /// Values smaller than this power of 2, in a row's largest, count as 0.
 inline constexpr float least_log_scale = -60;
 
@@ -48,48 +42,41 @@ struct CodePlaces {
   }
 };
 
-/// Copies the codes of a tile's rows, which have `bytes` bytes each, one after the other.
-template <int D, int bytes>
-KVZAP_CUDA void copy_codes(const std::uint8_t* const* rows, int count, unsigned char* target) {
-  constexpr int in_row = bytes / piece_bytes, pieces = FlashTiles<D>::key_rows * in_row;
-  constexpr int threads = 32 * FlashTiles<D>::warps;
-  const std::uint32_t address = shared_address(target);
-  KVZAP_UNROLL
-  for (int first = 0; first < pieces; first += threads) {
-    const int i = first + thread_of_block(), r = i / in_row, piece = i % in_row;
-    if (pieces % threads != 0 && i >= pieces) break;
-    copy16(address + i * piece_bytes, rows[r] + (r < count ? piece * piece_bytes : 0), r < count);
-  }
-}
-
 /// Makes a tile of levels of copied codes. logs: of rows; those of tiny values become 0. Null: none
-/// does.
+/// does. A thread has the same units of all its rows, as in copy_pieces.
 template <int D, RowType type>
 KVZAP_CUDA void unpack_codes(const unsigned char* codes, const float* logs, unsigned char* tile) {
   using Tiles = FlashTiles<D>;
-  constexpr int in_row = type == RowType::q4 ? D / 16 : D / 8;  // units of 8 bytes
-  constexpr int units = Tiles::key_rows * in_row, threads = 32 * Tiles::warps;
-  static_assert(units % threads == 0);
+  constexpr int in_row = type == RowType::q4 ? D / 16 : D / 8;      // units of 8 bytes
+  constexpr int of_row = in_row % 16 == 0 ? 16 : in_row & -in_row;  // threads
+  constexpr int at_once = 32 * Tiles::warps / of_row;
+  static_assert(Tiles::key_rows % at_once == 0);
+  const int thread = thread_read_anew(), own_row = thread / of_row, own_unit = thread % of_row;
+  const auto* const source =
+      reinterpret_cast<const base::Bytes8*>(codes) + own_row * in_row + own_unit;
+  unsigned char* const target = tile + own_row * Tiles::pitch + own_unit * sizeof(base::Bytes16);
   KVZAP_UNROLL_BY_4
-  for (int first = 0; first < units; first += threads) {
-    const int i = first + thread_of_block(), r = i / in_row;
-    const base::Bytes8 own = reinterpret_cast<const base::Bytes8*>(codes)[i];
-    auto* const target = reinterpret_cast<base::Bytes16*>(tile + r * Tiles::pitch) + i % in_row;
-    const bool is_zero = logs && logs[r] == least_log_scale;
-    if constexpr (type == RowType::q8) {
-      const Levels8 a(own.word[0]), b(own.word[1]);
-      base::Bytes16 levels{{a.pair[0], a.pair[1], b.pair[0], b.pair[1]}};
-      if (is_zero) levels = {{0, 0, 0, 0}};
-      *target = levels;
-    } else {
-      // Levels4 pairs bytes 0 and 2.
-      const Levels4 a(base::permute_bytes(own.word[0], 0, 0x3120));
-      const Levels4 b(base::permute_bytes(own.word[1], 0, 0x3120));
-      base::Bytes16 lower{{a.pair[0], a.pair[1], b.pair[0], b.pair[1]}};
-      base::Bytes16 upper{{a.pair[2], a.pair[3], b.pair[2], b.pair[3]}};
-      if (is_zero) lower = upper = {{0, 0, 0, 0}};
-      target[0] = lower;
-      target[in_row] = upper;
+  for (int first = 0; first < Tiles::key_rows; first += at_once) {
+    const bool is_zero = logs && logs[first + own_row] == least_log_scale;
+    KVZAP_UNROLL
+    for (int unit = 0; unit < in_row; unit += of_row) {
+      const base::Bytes8 own = source[first * in_row + unit];
+      auto* const levels = reinterpret_cast<base::Bytes16*>(target + first * Tiles::pitch) + unit;
+      if constexpr (type == RowType::q8) {
+        const Levels8 a(own.word[0]), b(own.word[1]);
+        base::Bytes16 all{{a.pair[0], a.pair[1], b.pair[0], b.pair[1]}};
+        if (is_zero) all = {{0, 0, 0, 0}};
+        *levels = all;
+      } else {
+        // Levels4 pairs bytes 0 and 2.
+        const Levels4 a(base::permute_bytes(own.word[0], 0, 0x3120));
+        const Levels4 b(base::permute_bytes(own.word[1], 0, 0x3120));
+        base::Bytes16 lower{{a.pair[0], a.pair[1], b.pair[0], b.pair[1]}};
+        base::Bytes16 upper{{a.pair[2], a.pair[3], b.pair[2], b.pair[3]}};
+        if (is_zero) lower = upper = {{0, 0, 0, 0}};
+        levels[0] = lower;
+        levels[in_row] = upper;
+      }
     }
   }
 }
@@ -106,14 +93,15 @@ struct CodeTiles {
   static constexpr int tile_at = Tiles::keys_at, codes_at = Tiles::values_at;
   static_assert(D % 32 == 0 && Tiles::places_at - codes_at >= Tiles::key_rows * D);
 
-  KVZAP_CUDA CodePlaces places(int i) const {
-    return {memory + Tiles::places_at + i % 2 * Tiles::place_bytes, Tiles::key_rows};
+  KVZAP_CUDA CodePlaces places(std::int32_t first) const {
+    return {memory + Tiles::places_of(first), Tiles::key_rows};
   }
   KVZAP_CUDA void copy(RowType type, const std::uint8_t* const* rows, int count) const {
     if (type == RowType::q8) {
-      copy_codes<D, D>(rows, count, memory + codes_at);
+      copy_pieces<D, D / piece_bytes, D>(thread_read_anew(), rows, count, memory + codes_at);
     } else {
-      copy_codes<D, D / 2>(rows, count, memory + codes_at);
+      copy_pieces<D, D / 2 / piece_bytes, D / 2>(thread_read_anew(), rows, count,
+                                                 memory + codes_at);
     }
     commit();
   }
@@ -130,38 +118,40 @@ struct CodeTiles {
   }
 };
 
-/// Attends quantised rows of a head, which come before all others. All threads call this.
+/// Attends the quantised rows of a block, which come before all others: the sums begin here. All
+/// threads call this.
 template <int D>
-KVZAP_CUDA void attend_quantised(const CodeTiles<D>& codes, int head, int first_row,
-                                 const TileRange& range, FlashSums<D>& sums) {
+KVZAP_CUDA void attend_quantised(const CodeTiles<D>& codes, FlashSums<D>& sums) {
   using Tiles = FlashTiles<D>;
   const FlashSpan& span = codes.span;
   const PageFormat& format = codes.pages.format;
-  const int thread = thread_of_block();
-  const auto find = [&](int i) {
+  const TileBlock& block = Tiles::block(codes.memory);
+  const std::int32_t begin = block.packed.begin;
+  const auto find = [&](std::int32_t first) {
+    const int thread = thread_read_anew();
     if (thread >= Tiles::key_rows) return;
-    codes.places(i).find(span, codes.pages, head, D, range.begin + i * Tiles::key_rows + thread,
-                         range.end, thread);
+    codes.places(first).find(span, codes.pages, block_y_read_anew(), D, first + thread,
+                             block.packed.end, thread);
   };
-  const auto rows_of = [&](int i) {
-    return smaller(Tiles::key_rows, range.end - range.begin - i * Tiles::key_rows);
+  const auto copy_keys = [&](std::int32_t first) {
+    codes.copy(format.keys, codes.places(first).keys, block.packed.end - first);
   };
-  load_query_rows<half, D, true>(span, head, first_row, codes.memory);
-  find(0);
+  load_query_rows<half, D, true>(span, block_y(), block.first_row, codes.memory);
+  find(begin);
   wait_for_block();
-  codes.copy(format.keys, codes.places(0).keys, rows_of(0));
-  for (int i = 0; i < range.count; ++i) {
-    const CodePlaces places = codes.places(i);
+  copy_keys(begin);
+  sums.begin();
+  for (std::int32_t first = begin; first < block.packed.end; first += Tiles::key_rows) {
+    const std::int32_t next = first + Tiles::key_rows;
+    const CodePlaces places = codes.places(first);
     codes.unpack(format.keys, nullptr);
-    codes.copy(format.values, places.values, rows_of(i));
-    if (i + 1 < range.count) find(i + 1);
+    codes.copy(format.values, places.values, block.packed.end - first);
+    if (next < block.packed.end) find(next);
     float scores[Tiles::row_tiles][Tiles::key_rows / 8][4] = {};
     FlashSums<D>::template multiply_keys<half>(codes.memory, scores);
-    sums.weigh_quantised(scores, places.factors, span.soft_cap, codes.memory);
+    sums.weigh_quantised(scores, places.factors, span, codes.memory);
     codes.unpack(format.values, places.factors.logs);
-    if (i + 1 < range.count) {
-      codes.copy(format.keys, codes.places(i + 1).keys, rows_of(i + 1));
-    }
+    if (next < block.packed.end) copy_keys(next);
     sums.template multiply_values<half, CodeTiles<D>::tile_at>(codes.memory, scores);
   }
   sums.rotate_back(codes.memory);

@@ -22,7 +22,7 @@ struct FlashSpan {
   std::int32_t first_seen, more_seen;  // new rows that token 0 sees; that each later one adds
   std::int32_t window;                 // 0: none
   std::int32_t group;
-  float soft_cap;  // 0: none
+  float soft_cap, inverse_cap;  // 0: none
   // A head's rows are split among so many blocks. Their results, unless there is one: sums (part,
   // head, query row, dim), then the largest score in powers of 2 and the sum of weights (part,
   // head, query row, 2).
@@ -36,6 +36,20 @@ struct FlashSpan {
   KVZAP_CUDA float* partial_weight(std::int64_t row, int dim) const {
     return partials + std::int64_t{parts} * heads * count * dim + 2 * row;
   }
+};
+
+KVZAP_CUDA std::int32_t smaller(std::int32_t a, std::int32_t b) { return a < b ? a : b; }
+
+struct RowBounds {
+  std::int32_t begin, end;
+};
+
+/// The work of a block. It is in shared memory, and read once a tile or at the end: the sums take
+/// the registers.
+struct TileBlock {
+  std::int32_t part, first_row;
+  RowBounds packed, wide;  // the rows of its tiles, quantised and others
+  RowBounds seen_by_all;   // of the others: those that all of its query rows see
 };
 
 /// Tiles of a block: each of its warps has `row_tiles` times 16 query rows.
@@ -54,8 +68,22 @@ struct FlashTiles {
   // keys and of values, three factors.
   static constexpr int place_bytes = key_rows * 28;
   static constexpr int unscale_at = places_at + 2 * place_bytes;
-  static constexpr int flags_at = unscale_at + query_rows * 4;
-  static constexpr int bytes = flags_at + 16;
+  static constexpr int bounds_at = unscale_at + query_rows * 4;  // RowBounds of query rows
+  static constexpr int flags_at = bounds_at + query_rows * 8;
+  static constexpr int block_at = flags_at + 8;
+  static constexpr int bytes = block_at + 40;
+  static_assert(sizeof(TileBlock) == 32 && bytes % 16 == 0);
+
+  KVZAP_CUDA static TileBlock& block(unsigned char* memory) {
+    return *reinterpret_cast<TileBlock*>(memory + block_at);
+  }
+  KVZAP_CUDA static RowBounds* bounds(unsigned char* memory) {
+    return reinterpret_cast<RowBounds*>(memory + bounds_at);
+  }
+  /// Where the places of the rows of the tile at row `first` are: neighbouring tiles have two sets.
+  KVZAP_CUDA static int places_of(std::int32_t first) {
+    return places_at + first / key_rows % 2 * place_bytes;
+  }
 };
 
 /// Where the rows of one tile are: in shared memory.
@@ -71,27 +99,44 @@ struct TilePlaces {
         strides(reinterpret_cast<std::int64_t*>(values + rows)) {}
 };
 
+/// Copies `count` rows of a tile, each of `pieces` pieces, and zeros for its other rows.
+/// Neighbouring threads copy neighbouring pieces. A thread has the same pieces of all its rows, so
+/// that it keeps one address.
+template <int D, int pieces, int pitch, class Element>
+KVZAP_CUDA void copy_pieces(int thread, const Element* const* rows, int count,
+                            unsigned char* target) {
+  constexpr int key_rows = FlashTiles<D>::key_rows, threads = 32 * FlashTiles<D>::warps;
+  constexpr int of_row = pieces % 8 == 0 ? 8 : pieces % 4 == 0 ? 4 : pieces;  // threads
+  constexpr int at_once = threads / of_row, in_piece = piece_bytes / sizeof(Element);
+  const int own_row = thread / of_row, own_piece = thread % of_row;
+  if (threads % of_row != 0 && own_row >= at_once) return;
+  const std::uint32_t address = shared_address(target) + own_row * pitch + own_piece * piece_bytes;
+  KVZAP_UNROLL
+  for (int first = 0; first < key_rows; first += at_once) {
+    const int r = first + own_row;
+    if (key_rows % at_once != 0 && r >= key_rows) break;
+    const Element* const source = rows[r] + own_piece * in_piece;
+    KVZAP_UNROLL
+    for (int piece = 0; piece < pieces; piece += of_row) {
+      copy16(address + first * pitch + piece * piece_bytes, source + piece * in_piece, r < count);
+    }
+  }
+}
+
 /// Copies rows of a tile, or zeros for those that do not exist.
 template <class Value, int D>
 KVZAP_CUDA void copy_rows(const Value* const* rows, const std::int64_t* strides, int count,
                           bool is_whole, unsigned char* target) {
   using Tiles = FlashTiles<D>;
-  constexpr int in_row = 2 * D / piece_bytes, threads = 32 * Tiles::warps;
-  const int thread = thread_of_block();
   if (is_whole) {
-    const std::uint32_t address = shared_address(target);
-    KVZAP_UNROLL
-    for (int first = 0; first < Tiles::key_rows * in_row; first += threads) {
-      const int i = first + thread, r = i / in_row, piece = i % in_row;
-      if (Tiles::key_rows * in_row % threads != 0 && r >= Tiles::key_rows) break;
-      copy16(address + r * Tiles::pitch + piece * piece_bytes,
-             rows[r] + (r < count ? piece * 8 : 0), r < count);
-    }
+    copy_pieces<D, 2 * D / piece_bytes, Tiles::pitch>(thread_of_block(), rows, count, target);
   } else {
-    for (int i = thread; i < Tiles::key_rows * D; i += threads) {
-      const int r = i / D, d = i % D;
-      reinterpret_cast<std::uint16_t*>(target + r * Tiles::pitch)[d] =
-          r < count ? rows[r][d * strides[r]].bits : std::uint16_t{0};
+    const int thread = thread_read_anew();
+    for (int r = thread / 32; r < Tiles::key_rows; r += Tiles::warps) {
+      auto* const row = reinterpret_cast<std::uint16_t*>(target + r * Tiles::pitch);
+      for (int d = thread % 32; d < D; d += 32) {
+        row[d] = r < count ? rows[r][d * strides[r]].bits : std::uint16_t{0};
+      }
     }
   }
 }
@@ -153,23 +198,26 @@ KVZAP_CUDA void load_query_rows(const FlashSpan& span, int head, int first_row,
   }
 }
 
-KVZAP_CUDA std::int32_t smaller(std::int32_t a, std::int32_t b) { return a < b ? a : b; }
-
-struct RowBounds {
-  std::int32_t begin, end;
-};
-
 /// The rows of a head that the query rows of a block see.
 struct SeenBy {
+  const FlashSpan& span;
   std::int32_t cached;  // the head's rows before the new ones
   std::int32_t first_row;
-  const FlashSpan& span;
+
+  KVZAP_CUDA SeenBy(const FlashSpan& of, int head, std::int32_t row)
+      : span(of),
+        cached(static_cast<std::int32_t>(of.rows.retained[head]) + of.rows.ring_rows),
+        first_row(row) {}
 
   KVZAP_CUDA RowBounds bounds(int own_row) const {
     const int row = first_row + own_row;
     if (row >= span.count) return {0, 0};
     const std::int32_t seen = span.first_seen + span.more_seen * (row / span.group);
     return {span.window > 0 && seen > span.window ? seen - span.window : 0, cached + seen};
+  }
+  /// Of the last of `rows` query rows that exists.
+  KVZAP_CUDA RowBounds last(int rows) const {
+    return bounds(smaller(rows, span.count - first_row) - 1);
   }
 };
 
@@ -205,13 +253,25 @@ struct FlashSums {
   using Tiles = FlashTiles<D>;
   static constexpr int tiles = Tiles::row_tiles;
 
-  float values[tiles][D / 8][4] = {};
+  float values[tiles][D / 8][4];
   float maximum[tiles][2];  // of scores in powers of 2
-  float weight[tiles][2] = {};
+  float weight[tiles][2];
 
-  KVZAP_CUDA FlashSums() {
+  /// Sums of no rows.
+  KVZAP_CUDA void begin() {
     KVZAP_UNROLL
-    for (int m = 0; m < tiles; ++m) maximum[m][0] = maximum[m][1] = minus_infinity;
+    for (int m = 0; m < tiles; ++m) {
+      KVZAP_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        maximum[m][i] = minus_infinity;
+        weight[m][i] = 0;
+      }
+      KVZAP_UNROLL
+      for (int n = 0; n < D / 8; ++n) {
+        KVZAP_UNROLL
+        for (float& value : values[m][n]) value = 0;
+      }
+    }
   }
 
   /// A lane's query row i of tile m, counted in its block.
@@ -299,31 +359,31 @@ struct FlashSums {
     }
   }
 
-  /// Turns scores into weights relative to the largest score so far, and rescales the sums. seen:
-  /// if some query rows do not see all rows of the tile, which begins at row `first`.
+  /// Turns scores into weights relative to the largest score so far, and rescales the sums.
+  /// is_masked: some query rows do not see all rows of the tile, which begins at row `first`.
   template <class Value>
   KVZAP_CUDA void weigh(float (&scores)[tiles][Tiles::key_rows / 8][4], std::int32_t first,
-                        const SeenBy* seen, float soft_cap, const unsigned char* memory) {
+                        bool is_masked, const FlashSpan& span, unsigned char* memory) {
     const int lane = lane_of_warp();
     KVZAP_UNROLL
     for (int m = 0; m < tiles; ++m) {
       KVZAP_UNROLL
       for (int i = 0; i < 2; ++i) {
         float factor = to_power<Value>(m, i, memory);
-        if (soft_cap > 0) {
+        if (span.soft_cap > 0) {
           factor *= 1 / log2_e;
           KVZAP_UNROLL
           for (int n = 0; n < Tiles::key_rows / 8; ++n) {
             KVZAP_UNROLL
             for (int e = 0; e < 2; ++e) {
               float& s = scores[m][n][2 * i + e];
-              s = base::soft_capped(s * factor, soft_cap);
+              s = base::soft_capped(s * factor, span.soft_cap, span.inverse_cap);
             }
           }
           factor = log2_e;
         }
-        if (seen) {
-          const RowBounds bounds = seen->bounds(row_of(m, i));
+        if (is_masked) {
+          const RowBounds bounds = Tiles::bounds(memory)[row_of(m, i)];
           const std::int32_t begin = bounds.begin - first - 2 * (lane % 4);
           const std::int32_t end = bounds.end - first - 2 * (lane % 4);
           KVZAP_UNROLL
@@ -343,7 +403,7 @@ struct FlashSums {
 
   /// The same for quantised rows, which all query rows see. A weight includes its value's scale.
   KVZAP_CUDA void weigh_quantised(float (&scores)[tiles][Tiles::key_rows / 8][4],
-                                  const RowFactors& factors, float soft_cap,
+                                  const RowFactors& factors, const FlashSpan& span,
                                   const unsigned char* memory) {
     float of_row[tiles][2];
     KVZAP_UNROLL
@@ -365,9 +425,10 @@ struct FlashSums {
         }
       }
     };
-    if (soft_cap > 0) {
+    if (span.soft_cap > 0) {
       scale([&](float s, float factor) {
-        return log2_e * base::soft_capped(s * factor * (1 / log2_e), soft_cap);
+        return log2_e *
+               base::soft_capped(s * factor * (1 / log2_e), span.soft_cap, span.inverse_cap);
       });
     } else {
       scale([](float s, float factor) { return s * factor; });
@@ -411,13 +472,14 @@ struct FlashSums {
     }
   }
 
-  /// Adds the values of one row, which is left out of the products, for the query rows that see it:
-  /// a weight of 0 times a value that is not finite would reach the others.
+  /// Adds the values of row `own` of a tile for the query rows that see it: products leave the row
+  /// out, where a weight of 0 times a value that is not finite would reach the others.
   template <class Value>
   KVZAP_CUDA void add_row(const float (&weights)[tiles][Tiles::key_rows / 8][4], int own,
-                          std::int32_t first, const SeenBy& seen, const Value* row,
-                          std::int64_t stride) {
+                          std::int32_t first, unsigned char* memory) {
     const int lane = lane_of_warp();
+    float of_row[tiles][2];
+    bool is_seen[tiles][2];
     KVZAP_UNROLL
     for (int m = 0; m < tiles; ++m) {
       KVZAP_UNROLL
@@ -431,16 +493,24 @@ struct FlashSums {
             bits |= base::float_bits(weights[m][n][2 * i + e]) & is_own;
           }
         }
-        const float weight_of_row = base::bits_float(of_lane(bits, lane / 4 * 4 + own % 8 / 2));
-        const RowBounds bounds = seen.bounds(row_of(m, i));
-        if (first + own < bounds.begin || first + own >= bounds.end) continue;
+        of_row[m][i] = base::bits_float(of_lane(bits, lane / 4 * 4 + own % 8 / 2));
+        const RowBounds bounds = Tiles::bounds(memory)[row_of(m, i)];
+        is_seen[m][i] = first + own >= bounds.begin && first + own < bounds.end;
+      }
+    }
+    const unsigned char* const row =
+        memory + Tiles::values_at + own * Tiles::pitch + 4 * (lane % 4);
+    KVZAP_UNROLL
+    for (int n = 0; n < D / 8; ++n) {
+      const FloatPair pair =
+          floats_of<Value>(*reinterpret_cast<const std::uint32_t*>(row + n * piece_bytes));
+      KVZAP_UNROLL
+      for (int m = 0; m < tiles; ++m) {
         KVZAP_UNROLL
-        for (int n = 0; n < D / 8; ++n) {
-          KVZAP_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            const int d = 8 * n + 2 * (lane % 4) + e;
-            values[m][n][2 * i + e] += weight_of_row * static_cast<float>(row[d * stride]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          if (!is_seen[m][i]) continue;
+          values[m][n][2 * i] += of_row[m][i] * pair.lower;
+          values[m][n][2 * i + 1] += of_row[m][i] * pair.upper;
         }
       }
     }
@@ -516,32 +586,49 @@ struct FlashSums {
   }
 };
 
-/// Finds rows of a tile whose values are not all finite, as bits of two words in shared memory, and
-/// puts zeros in their place. All threads call this; returns whether there are any.
+/// The rows of a tile whose values are not all finite: bits of two words in shared memory, which
+/// two threads a row find.
 template <class Value, int D>
-KVZAP_CUDA bool take_out_rows(unsigned char* memory) {
+struct NonFiniteRows {
   using Tiles = FlashTiles<D>;
-  auto* const flags = reinterpret_cast<unsigned*>(memory + Tiles::flags_at);
-  const int thread = thread_of_block();
-  if (thread < 2) flags[thread] = 0;
-  wait_for_block();
-  // Two threads scan a row.
-  const int r = thread / 2;
-  auto* const row = reinterpret_cast<std::uint32_t*>(memory + Tiles::values_at + r * Tiles::pitch) +
-                    thread % 2 * (D / 4);
-  constexpr std::uint32_t exponent = std::is_same_v<Value, half> ? 0x7c00u : 0x7f80u;
-  bool found = false;
-  for (int i = 0; i < D / 4; ++i) {
-    const std::uint32_t both = row[i];
-    if ((both & exponent) == exponent || (both >> 16 & exponent) == exponent) found = true;
+  unsigned char* memory;
+
+  KVZAP_CUDA unsigned* flags() const {
+    return reinterpret_cast<unsigned*>(memory + Tiles::flags_at);
   }
-  if (found) set_bits(flags + r / 32, 1u << (r % 32));
-  if (!any_of_block(found)) return false;
-  if ((flags[r / 32] >> (r % 32) & 1u) != 0) {
-    for (int i = 0; i < D / 4; ++i) row[i] = 0;
+  KVZAP_CUDA bool has(int r) const { return (flags()[r / 32] >> (r % 32) & 1u) != 0; }
+  /// A thread's half of its row, in pairs.
+  KVZAP_CUDA std::uint32_t* own_half() const {
+    const int thread = thread_read_anew();
+    return reinterpret_cast<std::uint32_t*>(memory + Tiles::values_at + thread / 2 * Tiles::pitch) +
+           thread % 2 * (D / 4);
   }
-  wait_for_block();
-  return true;
-}
+
+  /// Returns whether there are any. All threads call this.
+  KVZAP_CUDA bool find() const {
+    const int thread = thread_read_anew();
+    if (thread < 2) flags()[thread] = 0;
+    wait_for_block();
+    constexpr std::uint32_t exponent = std::is_same_v<Value, half> ? 0x7c00u : 0x7f80u;
+    bool found = false;
+    const std::uint32_t* const own = own_half();
+    for (int i = 0; i < D / 4; ++i) {
+      const std::uint32_t both = own[i];
+      if ((both & exponent) == exponent || (both >> 16 & exponent) == exponent) found = true;
+    }
+    const int r = thread_read_anew() / 2;
+    if (found) set_bits(flags() + r / 32, 1u << (r % 32));
+    return any_of_block(found);
+  }
+  /// Puts zeros in their place. All threads call this.
+  KVZAP_CUDA void clear() const {
+    wait_for_block();  // they are read
+    if (has(thread_read_anew() / 2)) {
+      std::uint32_t* const own = own_half();
+      for (int i = 0; i < D / 4; ++i) own[i] = 0;
+    }
+    wait_for_block();
+  }
+};
 
 }  // namespace kvzap::attention::cuda

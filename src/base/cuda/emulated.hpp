@@ -215,6 +215,8 @@ inline int lane_of_warp() { return thread_of_block() % 32; }
 inline int warp_of_block() { return thread_of_block() / 32; }
 inline int block_x() { return emulated::block()->x; }
 inline int block_y() { return emulated::block()->y; }
+inline int thread_read_anew() { return thread_of_block(); }
+inline int block_y_read_anew() { return block_y(); }
 inline int blocks_x() { return emulated::block()->blocks_x; }
 inline unsigned char* block_memory() {
   unsigned char* const all = emulated::block()->memory.data();

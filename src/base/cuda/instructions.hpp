@@ -25,6 +25,18 @@ KVZAP_CUDA int lane_of_warp() { return static_cast<int>(threadIdx.x) % 32; }
 KVZAP_CUDA int warp_of_block() { return static_cast<int>(threadIdx.x) / 32; }
 KVZAP_CUDA int block_x() { return static_cast<int>(blockIdx.x); }
 KVZAP_CUDA int block_y() { return static_cast<int>(blockIdx.y); }
+/// thread_of_block() and block_y(), read at each call: what is made of them takes no registers
+/// before.
+KVZAP_CUDA int thread_read_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+KVZAP_CUDA int block_y_read_anew() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(block));
+  return block;
+}
 KVZAP_CUDA int blocks_x() { return static_cast<int>(gridDim.x); }
 /// The shared memory that a launch asked for, aligned to 16 bytes.
 KVZAP_CUDA unsigned char* block_memory() {

@@ -40,10 +40,13 @@ inline FlashSpan flash_span_of(const AttentionSpan& span, const AttentionCall& c
 /// Parts of a head: bounds the memory for parts.
 inline constexpr std::int64_t most_flash_parts = 128;
 
-/// Blocks that run at once: as many as each multiprocessor holds.
+/// Blocks that run at once: each multiprocessor has registers for two, and hardly more shared memory
+/// than a block may have. The system takes 1 KiB of it for each block.
 template <int D>
 std::int64_t blocks_at_once() {
-  return std::int64_t{base::cuda::multiprocessors()} * (D <= 128 ? 2 : 1);
+  constexpr int of_system = 1024;
+  const int fit = (most_block_memory() + of_system) / (FlashTiles<D>::bytes + of_system);
+  return std::int64_t{base::cuda::multiprocessors()} * std::clamp(fit, 1, 2);
 }
 
 /// Returns the parts of a head's rows: as many as there are free multiprocessors, each of some

@@ -1,5 +1,6 @@
 #include "linalg/cuda/quantised_products.hpp"
 
+#include "base/cuda/has_tensor_cores.hpp"
 #include "base/cuda/launch.hpp"
 #include "linalg/cuda/quantised_kernel.hpp"
 
@@ -19,7 +20,9 @@ void launch_panels(const ExecutionSpace& exec, const cuda::QuantisedProduct& pro
       product);
 }
 
-// A block reads all of x: with many rows of it and many outputs, one block takes more of these.
+// A block reads all of x and splits it into two terms: with many rows of it and many outputs, one
+// block takes more of these. Blocks of more than 8 rows take two panels where one each is more than
+// run at once.
 template <cuda::CodeKind codes, cuda::ScaleKind scales>
 void launch_rows(const ExecutionSpace& exec, const cuda::QuantisedProduct& product) {
   const bool has_many =
@@ -29,6 +32,9 @@ void launch_rows(const ExecutionSpace& exec, const cuda::QuantisedProduct& produ
     return launch_panels<codes, scales, 1, 1>(exec, product);
   }
   if (has_many) return launch_panels<codes, scales, 2, 4>(exec, product);
+  if (product.outputs > base::cuda::multiprocessors() * quantised::panel_outputs) {
+    return launch_panels<codes, scales, 2, 2>(exec, product);
+  }
   launch_panels<codes, scales, 2, 1>(exec, product);
 }
 

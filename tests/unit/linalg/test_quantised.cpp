@@ -469,6 +469,11 @@ TEST_F(QuantisedMap, ManyOutputsByTensorCores) {
   const bool was_device = base::machine().on_device();
   base::machine().set_device(true);
   for (const std::int64_t rows : {2, 3, 12}) check<bfloat16>(weights, rows, true, random);
+  // Of more than 8 rows a block takes two panels if there are more than multiprocessors, here 8.
+  for (const char* const format : {"Q4_K", "Q5_K", "Q6_K", "Q4_0"}) {
+    const Weights some({{format, 16 * 10 + 3, 1280, random}}, {{0, 1280}});
+    for (const std::int64_t rows : {9, 16}) check<bfloat16>(some, rows, true, random);
+  }
   base::machine().set_device(was_device);
 }
 

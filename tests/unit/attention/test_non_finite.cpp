@@ -29,7 +29,7 @@ class NonFinite : public ::testing::Test {
   using Value = Parameter;
 
   /// Rows of the sequence: some in pages, some in the ring, the rest new.
-  static constexpr int dim = 40, group = 3, kv_heads = 2;
+  static constexpr int group = 3, kv_heads = 2;
   static constexpr int paged = 21, ring = 9;
 
   /// Every path against the reference. cached: rows in the cache, of which the first get what
@@ -124,6 +124,7 @@ class NonFinite : public ::testing::Test {
     }
   }
 
+  int dim = 40;
   Attention m_attention{DTypeOf<Value>::value};
 };
 TYPED_TEST_SUITE(NonFinite, Values);
@@ -202,6 +203,22 @@ TYPED_TEST(NonFinite, AnInfiniteValueReachesThoseThatSeeIt) {
   const auto spoil = [](auto&, auto& values, int) { values.at(40, 0, 7) = Value(infinity); };
   this->check("infinity in a value", true, 33, 41, spoil, leave);
   this->check("infinity in a value", false, 70, 70, spoil, leave);
+}
+
+// Tiles that some queries see in part leave out rows with such values, and add them for those that
+// see them.
+TYPED_TEST(NonFinite, ValuesInTilesOfTensorCores) {
+  using Value = typename TestFixture::Value;
+  const auto spoil = [](auto&, auto& values, int) {
+    const int last = static_cast<int>(values.extents[2]) - 1;
+    values.at(47, 1, 7) = values.at(49, 1, last) = Value(nan);
+    values.at(40, 0, last) = Value(infinity);
+  };
+  for (const int dim : {64, 128, 256}) {
+    this->dim = dim;
+    this->check("values", true, 33, 41, spoil, leave);
+    this->check("values", false, 70, 70, spoil, leave);
+  }
 }
 
 // NaN in rows that no query of the span sees: new rows of other spans, and unused slots.

@@ -132,7 +132,6 @@ class Decoder {
   };
 
   LayerBlocks blocks_of(const LayerConfig& layer);
-  bool only_launches(const engine::LayerBlock* block) const;
   void run_layers(const ProgressCallback& progress);
   bool can_plan() const;
   bool all_can_plan() const;

@@ -1,8 +1,5 @@
 // Decode steps on devices whose launches are recorded and repeated: what differs from step to step
 // is planned for all layers ahead, and read by kernels from memory.
-#include <algorithm>
-#include <iterator>
-
 #include "base/scratch.hpp"
 #include "engine/decoder.hpp"
 #include "parallel/traffic.hpp"
@@ -24,21 +21,8 @@ bool Decoder::can_plan() const {
   if (m_step.tokens() > m_step.most_rows()) return false;  // they pass layers in blocks
   if (m_step.has_scores && !m_scorer->is_repeatable()) return false;
   if (m_step.outcome() != engine::done) return false;
-  for (const LayerBlocks& layer : m_layers) {
-    if (!only_launches(layer.tokens) || !only_launches(layer.beside)) return false;
-    if (!only_launches(layer.channels)) return false;
-  }
   if (m_model.config().experts && !m_experts.by_choices()) return false;
   return base::LaunchGraph::is_available() && m_attention.can_plan(m_step);
-}
-
-// Blocks whose kernels read from memory what differs from step to step, but the places of states,
-// which are part of the shape.
-bool Decoder::only_launches(const engine::LayerBlock* block) const {
-  const engine::LayerBlock* const known[] = {
-      nullptr,        &m_attention,    &m_delta_net, &m_short_convolution,
-      &m_state_space, &m_feed_forward, &m_experts};
-  return std::find(std::begin(known), std::end(known), block) != std::end(known);
 }
 
 // Ranks must have exchanges that do not wait, and must all be able to.
@@ -76,7 +60,8 @@ std::vector<std::int64_t> Decoder::planned_shape() {
                                   m_step.outputs.n_drawn(), m_step.has_scores ? 1 : 0};
   for (const StepBatch::Span& span : m_step.spans()) shape.push_back(span.rule.score ? 1 : 0);
   m_attention.add_planned_shape(shape);
-  // A sequence's states are in one block, and change places with those of the next step.
+  // Kernels take the places of states as arguments. A sequence's states are in one block of memory,
+  // and change places with those of the next step.
   for (int l = 0; l < static_cast<int>(m_layers.size()); ++l) {
     if (!m_cache.shape().has_state(l)) continue;
     for (const StepBatch::Span& span : m_step.spans()) {

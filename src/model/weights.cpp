@@ -12,6 +12,7 @@
 #include "base/host_threads.hpp"
 #include "base/huge_pages.hpp"
 #include "base/kokkos_compat.hpp"
+#include "linalg/device/float8.hpp"
 #include "linalg/gemm.hpp"
 #include "linalg/host/row_kernels.hpp"
 
@@ -300,7 +301,7 @@ std::shared_ptr<const linalg::quantised::Matrix> WeightSource::quantised(
     matrix->pack(i, rows.data(), host.data());
   });
   release(runs);
-  matrix->find_scales(host.data());
+  if (linalg::wants_float8()) matrix->find_scales(host.data());
   Kokkos::deep_copy(view, host);
   return matrix;
 }

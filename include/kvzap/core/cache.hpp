@@ -236,7 +236,7 @@ class KVCache {
   StateUpdate state(const ExecutionSpace& exec, SequenceId sequence, int layer);
   /// Adds `count` to the tokens of a layer whose state the caller has updated with them, or which
   /// keeps no rows (CacheShape::keeps_rows). In a layer with rows beside its state the append does
-  /// so; call this one before. Throws Error if the layer has rows alone.
+  /// so; call this one, too, before end_step. Throws Error if the layer has rows alone.
   void count_tokens(SequenceId sequence, int layer, std::int64_t count);
 
   /// Returns the counts of all appends to the sequence. A fork continues its source's counts;

@@ -40,8 +40,8 @@ inline FlashSpan flash_span_of(const AttentionSpan& span, const AttentionCall& c
 /// Parts of a head: bounds the memory for parts.
 inline constexpr std::int64_t most_flash_parts = 128;
 
-/// Blocks that run at once: each multiprocessor has registers for two, and hardly more shared memory
-/// than a block may have. The system takes 1 KiB of it for each block.
+/// Blocks that run at once: each multiprocessor has registers for two, and hardly more shared
+/// memory than a block may have. The system takes 1 KiB of it for each block.
 template <int D>
 std::int64_t blocks_at_once() {
   constexpr int of_system = 1024;

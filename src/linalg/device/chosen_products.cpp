@@ -129,7 +129,8 @@ bool ChosenMaps::serve(const std::vector<const LinearWeights*>& maps) {
     if (map->quantised() == nullptr || first.quantised() == nullptr) {
       return map->quantised() == first.quantised();
     }
-    return have_same_sections(*map->quantised(), *first.quantised());
+    return have_same_sections(*map->quantised(), *first.quantised()) &&
+           (map->quantised()->is_in_order() || map->quantised()->has_floats());
   });
 }
 

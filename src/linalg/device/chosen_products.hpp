@@ -23,8 +23,9 @@ class ChosenMaps {
   /// maps (map): weights (n, k) that serve(). biases (map): (n) each, or all empty.
   ChosenMaps(const std::vector<const LinearWeights*>& maps, const std::vector<ConstVector>& biases);
 
-  /// Whether kernels can choose among these maps: all are plain, or all have quantised sections of
-  /// the same formats, and one size and type.
+  /// Whether kernels should choose among these maps: all are plain, or all have quantised sections
+  /// of the same formats, and one size and type. Integers whose inputs are not in order are left to
+  /// products of one map, for which rows are spread so that tensor cores can take them.
   static bool serve(const std::vector<const LinearWeights*>& maps);
 
   /// y(i, n) = W(n, :) x(i / share, :) + bias(n), W and bias of map chosen(i).

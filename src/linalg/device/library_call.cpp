@@ -43,7 +43,7 @@ std::int64_t columns_of_choice(const LibraryCall& call) {
   if (call.b_transposed) return columns;
   std::int64_t step = 1;
   while (16 * step < columns) step *= 2;
-  // Scales need columns in multiples of 4.
+  // Products of 8-bit floats need columns in multiples of 4.
   if (call.is_float8) step = step < 4 ? 4 : step;
   return (columns + step - 1) / step * step;
 }

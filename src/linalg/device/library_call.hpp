@@ -11,7 +11,7 @@ namespace kvzap::linalg {
 
 /// A matrix stored by columns.
 struct StoredMatrix {
-  DType dtype = DType::f32;  // of a and b: unless the call is of 8-bit floats
+  DType dtype = DType::f32;  // not read for a and b of 8-bit floats
   std::int64_t rows = 0, columns = 0;
   std::int64_t stride = 0;  // elements from one column to the next
 };

@@ -29,7 +29,8 @@ class ChosenPanels : public ::testing::TestWithParam<const char*> {
     }
     std::vector<const linalg::LinearWeights*> pointers;
     for (const auto& map : all) pointers.push_back(&map);
-    ASSERT_TRUE(linalg::ChosenMaps::serve(pointers));
+    EXPECT_EQ(linalg::ChosenMaps::serve(pointers),
+              weights.front().matrix->is_in_order() || weights.front().matrix->has_floats());
     const linalg::Matrix wide_x = random_rows(tokens, inputs + 4, m_random);
     const linalg::Matrix x(
         Kokkos::subview(wide_x, Kokkos::ALL, std::make_pair(std::int64_t{0}, inputs)));

@@ -25,7 +25,8 @@ class TokenMixer : public LayerBlock {
   /// Returns this rank's inputs of the last product, (row, input), for x (row of `rows`,
   /// hidden_size; for attention ModelConfig::attention_inputs()), the norm of the layer's input;
   /// Step::rounded is x rounded, or empty. Returns an empty matrix if nothing reads them
-  /// (Step::read_rows). Collective: errors wait in the step.
+  /// (Step::read_rows). The decoder counts the tokens of layers with a state
+  /// (KVCache::count_tokens). Collective: errors wait in the step.
   virtual linalg::Matrix run(Step& step, int layer, const RowRange& rows,
                              const linalg::Matrix& x) = 0;
 };

@@ -552,9 +552,6 @@ void expect_delta_net(
   const Matrix found = block.run(one.step, 0, {0, 9}, x);
   one.step.agree_on_failure();
   expect_near(found, expected);
-  for (const auto& span : one.batch.spans()) {
-    EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
-  }
 }
 
 TEST(DeltaNetBlock, PassesTheProductsOfEachSequence) {
@@ -598,6 +595,13 @@ Numbers set(const Model::Weights::Vector& weights, double scale) {
   return numbers;
 }
 
+// As the decoder does: later rows go on from the state that earlier ones leave.
+void count_tokens(OneStep& one, const engine::RowRange& rows) {
+  one.step.for_each_span(rows, [&](std::size_t s, std::int64_t begin, std::int64_t end) {
+    one.cache.count_tokens(one.step.spans()[s].sequence, 0, end - begin);
+  });
+}
+
 TEST(ShortConvolutionBlock, ConvolvesTheProductsOfEachSequence) {
   ModelConfig config = block_config();
   config.architecture = "Lfm2ForCausalLM";
@@ -636,10 +640,8 @@ TEST(ShortConvolutionBlock, ConvolvesTheProductsOfEachSequence) {
     const auto own = engine::range(rows.begin, rows.end);
     const Matrix found = block.run(one.step, 0, rows, Kokkos::subview(x, own, Kokkos::ALL));
     one.step.agree_on_failure();
+    count_tokens(one, rows);
     expect_near(found, {expected.begin() + rows.begin * n, expected.begin() + rows.end * n});
-  }
-  for (const auto& span : one.batch.spans()) {
-    EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
   }
 }
 
@@ -703,10 +705,8 @@ TEST(StateSpaceBlock, PassesTheProductsOfEachSequence) {
       const auto own = engine::range(part.begin, part.end);
       const Matrix found = block.run(one.step, 0, part, Kokkos::subview(x, own, Kokkos::ALL));
       one.step.agree_on_failure();
+      count_tokens(one, part);
       expect_near(found, {expected.begin() + part.begin * 30, expected.begin() + part.end * 30});
-    }
-    for (const auto& span : one.batch.spans()) {
-      EXPECT_EQ(one.cache.tokens(span.sequence, 0), span.count);
     }
   }
 }
@@ -779,6 +779,7 @@ TEST(StateSpaceBlock, DerivesTheStepsOfMamba1) {
       const auto own = engine::range(part.begin, part.end);
       const Matrix found = block.run(one.step, 0, part, Kokkos::subview(x, own, Kokkos::ALL));
       one.step.agree_on_failure();
+      count_tokens(one, part);
       expect_near(found, {expected.begin() + part.begin * 30, expected.begin() + part.end * 30});
     }
   }

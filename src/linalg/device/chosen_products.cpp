@@ -16,15 +16,18 @@ namespace {
 // Threads of a team, each with an output, and lanes that share its inputs.
 constexpr base::TeamShape shape{8, 32};
 
-/// A team computes a few outputs of a row.
-template <class Value>
-struct ChosenProducts {
+/// What both kernels read and write. A team computes a few outputs of a row.
+struct ChosenRows {
   Kokkos::View<const ChosenPlace*, MemorySpace> places;
   Kokkos::View<const std::int64_t*, MemorySpace> chosen;
   const float* x;
   float* y;
-  std::int64_t x_stride, y_stride, share, inputs, outputs, blocks;
+  std::int64_t x_stride, y_stride, share, inputs, outputs;
+  std::int64_t blocks = 1;  // of outputs
+};
 
+template <class Value>
+struct ChosenProducts : ChosenRows {
   KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     constexpr int width = base::RowVector<Value>::width;
     const std::int64_t row = team.league_rank() / blocks;
@@ -65,13 +68,8 @@ struct ChosenProducts {
 };
 
 /// The same with quantised weights: the reference of tensor_cores::multiply_chosen.
-struct ChosenPanels {
+struct ChosenPanels : ChosenRows {
   quantised::Panels panels;  // of each map, but for `data`
-  Kokkos::View<const ChosenPlace*, MemorySpace> places;
-  Kokkos::View<const std::int64_t*, MemorySpace> chosen;
-  const float* x;
-  float* y;
-  std::int64_t x_stride, y_stride, share, inputs, outputs, blocks;
 
   KOKKOS_FUNCTION void operator()(const base::TeamMember& team) const {
     const std::int64_t row = team.league_rank() / blocks;
@@ -99,7 +97,7 @@ struct ChosenPanels {
 
 /// Launches a kernel of teams whose threads have an output each.
 template <class Kernel>
-void launch_chosen(const ExecutionSpace& exec, std::int64_t rows, Kernel& kernel) {
+void launch_chosen(const ExecutionSpace& exec, std::int64_t rows, Kernel kernel) {
   static_assert(sizeof(kernel) <= base::most_arguments, "Kokkos would wait");
   const auto bytes = [](int /*threads*/) { return std::size_t{0}; };
   const int threads = base::team_policy(exec, 1, shape, kernel, bytes).team_size();
@@ -172,49 +170,32 @@ void ChosenMaps::operator()(const ExecutionSpace& exec, const ConstMatrix& x, st
                             const Matrix& y) const {
   const auto rows = static_cast<std::int64_t>(y.extent(0));
   if (rows == 0) return;
-  if (!m_is_quantised) return multiply_plain(exec, x, share, chosen, y);
   for (const Section& section : m_sections) {
+    if (section.outputs == 0) continue;
     const auto columns = std::make_pair(section.first, section.first + section.outputs);
     const Matrix own = Kokkos::subview(y, Kokkos::ALL, columns);
-    if (m_are_in_order && base::cuda::has_tensor_cores() &&
+    if (m_is_quantised && m_are_in_order && base::cuda::has_tensor_cores() &&
         tensor_cores::multiply_chosen(
             exec, x, {section.panels, section.places.data(), chosen.data(), share}, own)) {
       continue;
     }
-    ChosenPanels kernel{section.panels,
-                        section.places,
-                        chosen,
-                        x.data(),
-                        own.data(),
-                        static_cast<std::int64_t>(x.stride(0)),
-                        static_cast<std::int64_t>(y.stride(0)),
-                        share,
-                        m_inputs,
-                        section.outputs,
-                        1};
-    launch_chosen(exec, rows, kernel);
+    const ChosenRows of_section{section.places,
+                                chosen,
+                                x.data(),
+                                own.data(),
+                                static_cast<std::int64_t>(x.stride(0)),
+                                static_cast<std::int64_t>(y.stride(0)),
+                                share,
+                                m_inputs,
+                                section.outputs};
+    if (m_is_quantised) {
+      launch_chosen(exec, rows, ChosenPanels{of_section, section.panels});
+    } else {
+      with_value_type(m_dtype, [&](auto zero) {
+        launch_chosen(exec, rows, ChosenProducts<decltype(zero)>{of_section});
+      });
+    }
   }
-}
-
-void ChosenMaps::multiply_plain(const ExecutionSpace& exec, const ConstMatrix& x,
-                                std::int64_t share,
-                                const Kokkos::View<const std::int64_t*, MemorySpace>& chosen,
-                                const Matrix& y) const {
-  const Section& all = m_sections.front();
-  if (all.outputs == 0) return;
-  with_value_type(m_dtype, [&](auto zero) {
-    ChosenProducts<decltype(zero)> kernel{all.places,
-                                          chosen,
-                                          x.data(),
-                                          y.data(),
-                                          static_cast<std::int64_t>(x.stride(0)),
-                                          static_cast<std::int64_t>(y.stride(0)),
-                                          share,
-                                          m_inputs,
-                                          all.outputs,
-                                          1};
-    launch_chosen(exec, static_cast<std::int64_t>(y.extent(0)), kernel);
-  });
 }
 
 }  // namespace kvzap::linalg

@@ -45,9 +45,6 @@ class ChosenMaps {
     std::int64_t first = 0, outputs = 0;
     Kokkos::View<ChosenPlace*, MemorySpace> places;  // (map)
   };
-  void multiply_plain(const ExecutionSpace& exec, const ConstMatrix& x, std::int64_t share,
-                      const Kokkos::View<const std::int64_t*, MemorySpace>& chosen,
-                      const Matrix& y) const;
 
   DType m_dtype = DType::f32;
   std::int64_t m_inputs = 0;
